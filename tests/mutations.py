@@ -80,10 +80,10 @@ MUTATIONS = [
     M("schedulers/base.py", "            if notes.stepped == sparsifier.step_count\n", "", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
     # -- enforcer
     # --------------------------------------------------------------------------------------------------------
-    M("enforcer/fused.py", "            if self._rows.any_dirty:", "            if False:", "tests/dist/test_enforce.py -k batches"),
+    M("enforcer/fused.py", "            if self._zeroed.any_dirty:", "            if False:", "tests/dist/test_enforce.py -k batches"),
     M("enforcer/fused.py", "lookup.masks_key != self._masks_key()", "not lookup.masks_key", "tests/enforcer/test_weighing.py -k move"),
     M("enforcer/fused.py", "self._batch.restore_pooling()", "None", "tests/enforcer/test_weighing.py -k mean-rowwise"),
-    M("enforcer/fused.py", "whole if self._batch.keeps_zeros else set()", "whole", "tests/enforcer/test_weighing.py -k no_eps"),
+    M("enforcer/fused.py", "whole_rows if self._batch.keeps_zeros else set()", "whole_rows", "tests/enforcer/test_weighing.py -k no_eps"),
     M("torchrec/collections.py", "        self._batch.flush()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
     M("torchrec/collections.py", "        self._batch.reset_cache_states()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
     M("enforcer/fused.py", "        for reader in self._readers - {stream}:\n", "        for reader in ():\n", "tests/enforcer/test_streams.py"),
@@ -91,11 +91,11 @@ MUTATIONS = [
     M("torchrec/collections.py", "weights *= _shares(offsets, ids.numel())", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),
     M("torchrec/port.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_ids.py"),
     M("sparsifiers/importance.py", 'return self.scored_by == "accumulator"', "return False", "tests/enforcer/test_ids.py"),
-    M("enforcer/fused.py", "            self._current()  # masks may have been updated since the lookup\n", "", "tests/enforcer/test_weighing.py -k move"),
+    M("enforcer/fused.py", "            self._refresh()  # masks may have been updated since the lookup\n", "", "tests/enforcer/test_weighing.py -k move"),
     M("enforcer/rows.py", "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n", "return ids.clamp(0, rows - 1)\n\n", "tests/dist/test_enforce.py -k ids_outside"),
     M("enforcer/enforcer.py", "        self.settle()\n        done = sync", "        done = sync", "tests/dist/test_copies.py"),
     M("enforcer/enforcer.py", "        self._loaded = True\n        # Masks", "        # Masks", "tests/dist/test_enforce.py tests/enforcer -k load"),
-    M("enforcer/enforcer.py", "[*self._before, *self._to_reset()]", "self._before", "tests/dist/test_enforce_equals.py -k states"),
+    M("enforcer/enforcer.py", "[*self._states_before, *self._states_to_reset()]", "self._states_before", "tests/dist/test_enforce_equals.py -k states"),
     M("enforcer/dense.py", "target.clean(step_rows(optimizer, parameter))", "target.clean(torch.zeros(0, dtype=torch.int64))", "tests/dist/test_enforce_replicas.py"),
     # -- optim
     # -----------------------------------------------------------------------------------------------------------

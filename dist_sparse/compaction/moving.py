@@ -376,7 +376,7 @@ class Steppers:
                 leaf.state[new] = {**leaf.state.pop(old), **states}
         if (torchrec := torchrec_port()) is not None:
             for optimizer in self._given:
-                torchrec.rename(optimizer, old, new)
+                torchrec.replace_parameter(optimizer, old, new)
 
 
 class StoredTables:

@@ -1,11 +1,8 @@
-"""Removed weights stay zero while a model trains.
-
-Here are the hooks that a copy of a model does not inherit, methods wrapped for a while, and the
-time spent in them.
+"""Hooks that a copy of a model does not inherit, wrapped methods, and the time spent in them.
 
 ``copy.deepcopy(model)`` (a moving average of the weights) and ``torch.save(model)`` copy a module's
-hooks, and with a bound method everything that it refers to. So a :class:`Hook` is copied and
-pickled as one that does nothing, and a :class:`Wrapped` method as the plain one.
+hooks, and with a bound method the object that it is bound to. So the copy of a :class:`Hook` does
+nothing, and the copy of a :class:`Wrapped` method is the plain one.
 """
 
 from __future__ import annotations
@@ -26,11 +23,11 @@ _ATTACHED = (
 
 
 class Hook:
-    """Calls a function, until it is copied.
+    """A hook that calls a function; a copy of it calls nothing.
 
     Raises:
-        RuntimeError: ``torch.export`` or the capture of a CUDA graph runs it: what it does is no
-            part of a graph.
+        RuntimeError: ``torch.export`` or the capture of a CUDA graph runs it: no graph can contain
+            it.
         AttributeError: ``torch.jit.script`` asks for its ``__name__``.
     """
 
@@ -54,11 +51,11 @@ class Hook:
     @property
     def __name__(self) -> str:
         # TorchScript compiles hooks by name. An AttributeError, so that hasattr() and getattr()
-        # work as before.
+        # treat the name as missing.
         raise AttributeError(f"TorchScript can't compile {_ATTACHED}")
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        # For copies too.
+        # copy.deepcopy() uses this as pickle does.
         return Hook, ()
 
 
@@ -71,7 +68,7 @@ class Wrapped:
         self._owner, self._name = owner, name
         # None once it is removed.
         self._around: Callable[..., Any] | None = around
-        # The class's method, bound, or the wrapper below this one.
+        # The bound method of the class, or the wrapper that this one wraps.
         self._method = getattr(owner, name)
         setattr(owner, name, self)
 
@@ -81,24 +78,24 @@ class Wrapped:
         return self._around(self._method, *args, **kwargs)
 
     def remove(self) -> None:
-        """Restore the method. A wrapper below another one only passes calls on from now on."""
+        """Restore the method. Inside another wrapper, only pass calls on from now on."""
         self._around = None
         top = self._owner.__dict__.get(self._name)
         while isinstance(top, Wrapped) and top._around is None:
-            # Uncover what is below, which was perhaps removed before.
+            # The next wrapper may have been removed before this one.
             delattr(self._owner, self._name)
             top = top._method
             if isinstance(top, Wrapped):
                 setattr(self._owner, self._name, top)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # deepcopy enters an object in its memo before its attributes.
+        # deepcopy() adds an object to its memo before it copies the object's attributes.
         copied = memo.get(id(self._owner), self._owner)
         return getattr(type(copied), self._name).__get__(copied)
 
 
 class Hooks:
-    """The handles of hooks that are attached together."""
+    """The handles of hooks that are removed together."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle | Wrapped] = []

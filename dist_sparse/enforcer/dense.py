@@ -1,15 +1,13 @@
-"""Keep removed weights at zero where optimizers step whole weights: ``nn.Embedding(Bag)``, dense
+"""Keep removed weights at zero where ``optimizer.step()`` writes them: ``nn.Embedding(Bag)``, dense
 parameters, data-parallel tables.
 
-``optimizer.step()`` writes such a weight as a whole, so it is masked right after: all of it, or the
-rows of a sparse gradient. Hooks see the steps of every torch optimizer, also of one made later.
-Torch counts other writes (a load, ``copy_`` under ``no_grad``); they are masked before a module
-next reads the weight.
+A step writes a whole weight, so it is masked right after the step: all of it, or the rows of a
+sparse gradient. Hooks see the steps of every torch optimizer, also of one made later. Torch counts
+other writes (a load, ``copy_`` under ``no_grad``): they are masked before a module next reads the
+weight.
 
-First the optimizers: which one of several wrapped ones steps, which rows a step writes, and the
-state of removed weights. TorchRec, Lightning and others wrap optimizers in optimizers. A post-step
-hook runs only on those whose ``step`` torch has wrapped, so hooks are registered on the innermost
-ones.
+TorchRec, Lightning and others wrap optimizers in optimizers. Torch runs hooks on ``step`` only for
+its own optimizers, so hooks are registered on the innermost ones.
 """
 
 from __future__ import annotations
@@ -49,15 +47,16 @@ class Place(NamedTuple):
 
 
 class WeightState(NamedTuple):
-    """A registered weight, and the state that an optimizer keeps of it.
+    """A registered weight, and the state that an optimizer keeps for it.
 
     Args:
-        name: under which it is registered.
+        name: its registered name.
         weight: its live storage.
-        mask: as it was then; of plain data of any shape a matrix with as many rows.
-        states: for each weight, for each row, or step counts.
-        sums: the squared gradients that Adagrad has summed; None of another optimizer.
-        by_element: it has state for each element, which a first step may yet have to make.
+        mask: the mask when this was read; for plain data of any shape, of a matrix with as many
+            rows.
+        states: one value per element, or per row, or step counts.
+        sums: Adagrad's sums of squared gradients; None with another optimizer.
+        by_element: the optimizer keeps one value per element, perhaps only from its first step on.
     """
 
     name: str
@@ -70,23 +69,24 @@ class WeightState(NamedTuple):
     def reset_removed(self) -> None:
         """Set the state of removed weights to its initial value.
 
-        State with an element for each weight is reset with its element. State with one for each row
-        of a shard (row-wise Adagrad) is reset when all of that row of that shard is removed. Other
+        State with one value per element is reset element by element. State with one value per row
+        of a shard (row-wise Adagrad) is reset where the whole row of the shard is removed. Other
         state (step counts) belongs to no weight.
         """
         if not self.mask.removes:
             return
-        rows, by_row = self.mask.rect.rows, self.mask.dead_rows()
+        rows = self.mask.rect.rows
+        dead_rows = self.mask.dead_rows()
         for state, initial in self.states:
             if state.shape == self.weight.shape:
                 elements = state.data.view(self.mask.rect[2:])
                 for part, kept in self.mask.element_chunks():
                     elements[part].masked_fill_(~kept, initial)
             elif state.shape in {(rows,), (rows, 1)}:
-                state.data.view(-1).masked_fill_(by_row.to(state.device), initial)
+                state.data.view(-1).masked_fill_(dead_rows.to(state.device), initial)
 
     def reset_elements(self) -> None:
-        """Set state with an element for each weight to its initial value."""
+        """Set state with one value per element to its initial value."""
         for state, initial in self.states:
             if state.shape == self.weight.shape:
                 state.data.fill_(initial)
@@ -97,40 +97,34 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     fused ones, whose tables are updated inside the backward.
 
     Raises:
-        ValueError: something in there is no optimizer.
+        ValueError: ``optimizer``, or a part of it, is no optimizer.
     """
-    inside: Sequence[Any]
-    if combines(optimizer):
-        torchrec = torchrec_port()
-        assert torchrec is not None
-        # A fused one has none.
-        inside = torchrec.combined(optimizer) or ()
-    elif hasattr(optimizer, "_optimizer"):
+    inside = torchrec_parts(optimizer)
+    if inside is None and hasattr(optimizer, "_optimizer"):
         # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
         inside = [optimizer._optimizer]
+    if inside is not None:
+        yield from chain.from_iterable(map(leaves, inside))
     elif hasattr(optimizer, "_optimizer_step_post_hooks"):
         yield optimizer
-        return
     else:
         raise ValueError(
             f"Invalid optimizer of type {type(optimizer).__name__}: must be a torch.optim.Optimizer"
             " whose constructor has run, or a wrapper of one in its attribute _optimizer: masks"
             " are applied by a hook on its step()."
         )
-    yield from chain.from_iterable(map(leaves, inside))
 
 
-def combines(optimizer: object) -> bool:
-    """Whether an optimizer is TorchRec's, of several ones or of what runs inside the backward."""
+def torchrec_parts(optimizer: object) -> list[Any] | None:
+    """Return the optimizers inside one of TorchRec's: none in a fused one. None for any other
+    optimizer, wrappers too."""
     torchrec = torchrec_port()
-    return torchrec is not None and (
-        torchrec.is_fused(optimizer) or torchrec.combined(optimizer) is not None
-    )
+    return None if torchrec is None else torchrec.parts(optimizer)
 
 
 def keeps_elements(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer keeps, or will keep, state for each element of a weight. Plain
-    SGD and row-wise ones, with a number for each row, do not."""
+    """Return whether an optimizer keeps, or will keep, one value per element of a weight. SGD
+    without momentum keeps nothing, and row-wise optimizers keep one value per row."""
     # By class and name, not by state: before the first step there is none.
     if type(optimizer) is torch.optim.SGD:
         return any(group["momentum"] for group in optimizer.param_groups)
@@ -141,37 +135,36 @@ def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | N
     """Return the rows of ``parameter`` that the last step may have written, int64 ``(n,)``,
     possibly repeated.
 
-    None means any row: only for sparse gradients, and optimizers that write no other row, the rows
-    are known.
+    None means any row: the rows are known only of a sparse gradient, and of an optimizer that
+    writes no others.
     """
     grad = parameter.grad
     if grad is None or not grad.is_sparse:
         return None
     # Exactly these classes: a subclass may write more.
-    only_those = {
+    writes_no_others = {
         torch.optim.SparseAdam: True,
         torch.optim.Adagrad: True,
         # Momentum moves every row that was ever touched.
         torch.optim.SGD: not keeps_elements(optimizer),
     }
-    return grad._indices()[0] if only_those.get(type(optimizer)) else None
+    return grad._indices()[0] if writes_no_others.get(type(optimizer)) else None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the storage of this rank behind a parameter: of a DTensor its local tensor."""
-    # Without to_local(), which would make another tensor, with an autograd node.
+    """Return a tensor, or the local tensor of a DTensor."""
+    # Not by to_local(), which returns a new tensor with an autograd node.
     inner: Tensor = getattr(tensor, "_local_tensor", tensor)
     return inner
 
 
 def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
-    """Return a function that lists the indices of those ``tensors`` that share memory with a given
-    one.
+    """Return a function that lists the indices of the ``tensors`` that share memory with a given
+    tensor.
 
-    Views and ``.data`` of a parameter are other objects than the parameter; memory is what they
-    have in common.
+    By memory: views and ``.data`` of a parameter are objects of their own.
     """
-    # By storage: most hold one tensor.
+    # First by storage, which holds one tensor in most cases.
     known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for i, tensor in enumerate(map(local, tensors)):
         known[tensor.untyped_storage().data_ptr()].append((i, *memory_of(tensor)))
@@ -185,16 +178,16 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
     return find
 
 
-# State whose initial value is not 0, and the option that holds that value: in Adagrad and row-wise
-# Adagrad, and in Rprop.
+# State whose initial value is not 0, with the option that sets it: "sum" in Adagrad and row-wise
+# Adagrad, "step_size" in Rprop.
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
 
 
 def _packed(mask: BlockMask | Tensor) -> BlockMask:
-    """Return a mask as it is now: mask updates edit dense masks of plain data in place."""
+    """Return the current mask, packed: mask updates write dense masks of plain data in place."""
     if isinstance(mask, BlockMask):
         return mask
-    # A vector, too, is masked row by row.
+    # A vector becomes a column: each element is a row.
     matrix = mask.unsqueeze(-1).flatten(1)
     return BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
 
@@ -202,11 +195,10 @@ def _packed(mask: BlockMask | Tensor) -> BlockMask:
 def state_of(
     optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor
 ) -> dict[str, State]:
-    """Return the optimizer's state by name for ``weight``, which is ``parameter``, its matrix of
-    one row, or a part of it."""
+    """Return the optimizer's state by name for ``weight``: contiguous elements of ``parameter``,
+    or all of them, perhaps in another shape."""
     found: dict[str, State] = {}
     here = local(parameter)
-    # A part of a parameter is contiguous elements of it, from the first one on.
     first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
     last = first + weight.numel()
     width = math.prod(here.shape[1:])
@@ -218,13 +210,13 @@ def state_of(
         if state.shape == here.shape and state.is_contiguous():
             found[name] = state.view(-1)[first:last].view_as(weight), initial
         elif here.shape[:1] == (state.numel(),):
-            # One number for each row: a part of whole rows has a part of them.
+            # One value per row.
             found[name] = state.view(-1)[first // width : last // width], initial
     return found
 
 
 def sums_of(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor) -> State | None:
-    """Return Adagrad's sums of squared gradients of ``weight``, a part of ``parameter``; None of
+    """Return Adagrad's sums of squared gradients of ``weight``, a part of ``parameter``; None for
     another optimizer."""
     is_adagrad = "initial_accumulator_value" in optimizer.defaults
     return state_of(optimizer, parameter, weight).get("sum") if is_adagrad else None
@@ -233,17 +225,14 @@ def sums_of(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor)
 def initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> float:
     """Return the initial value of a parameter's state, by the options of its group."""
     # By identity: == of tensors compares elements.
-    [group] = [
+    group = next(
         group for group in optimizer.param_groups if id(parameter) in map(id, group["params"])
-    ]
+    )
     return float(group.get(_INITIAL.get(name, ""), 0.0))
 
 
-# Weights that plain optimizers step.
-
-
 class Holder(NamedTuple):
-    """A tensor over registered memory, the module that holds it, and its name there."""
+    """A tensor over registered memory, the module that holds it, and its attribute there."""
 
     parameter: Tensor
     module: nn.Module
@@ -251,17 +240,16 @@ class Holder(NamedTuple):
 
     @classmethod
     def alone(cls, tensor: Tensor) -> Holder:
-        """Return a tensor that no module holds, in one of its own."""
+        """Wrap a tensor that no module holds in a module of its own."""
         return cls(tensor, _holding([tensor]), "0")
 
 
 def model_of(source: Any) -> nn.Module:
-    """Return the model of something registered, or a module that holds what was registered without
-    one."""
+    """Return the model of a registered source, or a module that holds the registered tensor."""
     if hasattr(source, "model"):
         model: nn.Module = source.model
         return model
-    # Of a ShardedTensor, the tensors of its shards here.
+    # A ShardedTensor is no Tensor: the module holds its local shards.
     is_sharded = hasattr(source.data, "local_shards")
     return _holding(
         [shard.tensor for shard in source.data.local_shards()] if is_sharded else [source.data]
@@ -269,7 +257,7 @@ def model_of(source: Any) -> nn.Module:
 
 
 def _holding(tensors: Sequence[Tensor]) -> nn.Module:
-    """Return a module that holds tensors, and that nothing ever calls."""
+    """Return a module that holds tensors and is never called."""
     module = nn.Module()
     for number, tensor in enumerate(tensors):
         module._parameters[str(number)] = tensor  # type: ignore[assignment]
@@ -281,17 +269,17 @@ class Target:
     """A weight that no fused optimizer writes.
 
     Args:
-        name: under which it is registered.
+        name: its registered name.
         weight: the live storage, in the shape of the mask.
         holder: the model's tensor over that storage, or the weight itself.
-        writers_known: torch's optimizers alone can step it. A shard of an unknown model may be
-            written by anything; plain data that no optimizer steps is a constant.
+        writers_known: only torch's optimizers can step it, if anything does. A shard of an unknown
+            model may be written by other code; plain data that no optimizer steps is a constant.
 
     Attributes:
         aliases: tensors over that storage whose writes torch counts: the parameter, and the
-            optimizers' tensors, by identity, as == of tensors compares elements.
+            optimizers' tensors. By id: == of tensors compares elements.
         stepping: an optimizer has begun to write it.
-        clean_at: the count of writes at which it was last clean.
+        clean_at: the count of writes when it was last clean.
     """
 
     name: str
@@ -308,12 +296,12 @@ class Target:
         raise NotImplementedError
 
     def zero(self, rows: Tensor | None) -> None:
-        """Zero removed weights, of these rows at least, int64 ``(n,)``; None is all rows."""
+        """Zero removed weights in these rows at least, int64 ``(n,)``; None is all rows."""
         raise NotImplementedError
 
     @property
     def writes(self) -> int:
-        """Writes that torch has counted: all except through ``.data`` and by its fused
+        """Torch's count of writes: all except through ``.data`` and by its ``fused=True``
         optimizers."""
         return sum(local(alias)._version for alias in self.aliases.values())
 
@@ -324,18 +312,18 @@ class Target:
 
     @property
     def replaced(self) -> bool:
-        """Whether the model holds other memory under its name by now: another parameter, or the
-        same one with other storage (``parameter.data = ...``)."""
+        """Whether the model has replaced the parameter, or its storage (``parameter.data =
+        ...``)."""
         parameter, module, attribute = self.holder
         storage = local(parameter).untyped_storage()
         is_held = module._parameters.get(attribute) is parameter
         return not is_held or storage.data_ptr() != self.weight.untyped_storage().data_ptr()
 
     def clean(self, rows: Tensor | None = None) -> None:
-        """Zero removed weights: in ``rows``, int64 ``(n,)``, if nothing else was written. Autograd
-        does not see it."""
+        """Zero removed weights in ``rows``, int64 ``(n,)``, the only rows written since they were
+        last clean; None is all rows. Autograd does not see it."""
         self.zero(rows)
-        # Torch has not counted that write, which went through .data.
+        # Torch has not counted this write, as it was through .data.
         self.clean_at, self.stepping = self.writes, False
 
 
@@ -344,15 +332,15 @@ class ShardTarget(Target):
     """A shard of a table.
 
     Args:
-        tables: all that are registered.
-        place: of the mask.
+        tables: the store of all masks.
+        place: where this shard's mask is in it.
     """
 
     tables: PackedStore
     place: Place
 
     def held(self) -> Held:
-        """Return what is stored with the shard now."""
+        """Return the current mask and counts of the shard."""
         return self.tables.table(self.place.name).shards[self.place.number]
 
     def mask(self) -> BlockMask:
@@ -360,7 +348,7 @@ class ShardTarget(Target):
         return self.held().mask
 
     def zero(self, rows: Tensor | None) -> None:
-        """Zero removed weights, of these rows at least."""
+        """Zero removed weights in these rows at least."""
         mask = self.mask()
         if not mask.removes:
             return
@@ -375,7 +363,7 @@ class PlainTarget(Target):
     """Plain data.
 
     Args:
-        store: of plain data.
+        store: the store of its mask.
     """
 
     store: DenseStore
@@ -389,24 +377,24 @@ class PlainTarget(Target):
         self.weight.data.masked_fill_(self.mask() == 0, 0)
 
 
-# Targets, each with its parameter in an optimizer.
+# Targets that an optimizer steps, each with the optimizer's parameter.
 _Pairs = list[tuple[Target, Tensor]]
 
 
 class DenseWeights:
-    """The hooks on optimizers, and on the modules that hold what they step.
+    """Hooks on optimizers, and on the modules that hold the weights that they step.
 
     Args:
-        targets: what has to stay masked.
+        targets: the weights to keep masked.
         given: optimizers as the caller has them, wrapped or not.
-        clock: to which the time of the hooks is added.
+        clock: adds up the time of the hooks.
         before_read: called before a module that holds a target reads it.
 
     Raises:
-        ValueError: something is no optimizer.
+        ValueError: a part of ``given`` is no optimizer.
     """
 
-    # TorchRec reshards none of them.
+    # As in TableBatchHooks. TorchRec reshards none of these weights.
     collection = None
 
     def __init__(
@@ -419,14 +407,13 @@ class DenseWeights:
         self.targets, self.clock, self._before_read = targets, clock, before_read
         self._hooks = Hooks()
         self._optimizers = [*chain.from_iterable(map(leaves, given))]
-        self._over = same_storage([target.weight for target in self.targets])
-        # Of each optimizer the targets that it steps, each with its parameter there, and the number
-        # of all its parameters.
+        self._targets_at = same_storage([target.weight for target in self.targets])
+        # For each optimizer its targets, and the number of all its parameters.
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[_Pairs, int]]
         self._stepped = weakref.WeakKeyDictionary()
 
     def check_stepped(self) -> None:
-        """Refuse weights whose writer is unknown: it might be none of torch's optimizers.
+        """Refuse weights that something other than torch's optimizers may write.
 
         Raises:
             ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an
@@ -455,7 +442,7 @@ class DenseWeights:
 
     @property
     def replaced(self) -> bool:
-        """Whether the model holds other memory for a weight by now."""
+        """Whether the model has replaced a target's parameter or its storage."""
         return any(target.replaced for target in self.targets)
 
     def hook(self) -> None:
@@ -472,7 +459,7 @@ class DenseWeights:
             self._before_read()
             self._clean(target)
 
-        # By exact class: ids of a subclass may be others than row numbers, as in compact tables.
+        # By exact class: ids of a subclass may not be row numbers, as in compact tables.
         if type(module) in (nn.Embedding, nn.EmbeddingBag):
             assert isinstance(target, ShardTarget)
             look = Hook(partial(_sample, SampledLookups([0]), target.held))
@@ -488,7 +475,7 @@ class DenseWeights:
         self._hooks.remove()
 
     def clean(self) -> None:
-        """Mask what was written other than by an optimizer's step."""
+        """Mask weights that were written other than by an optimizer's step."""
         for target in self.targets:
             self._clean(target)
 
@@ -498,7 +485,7 @@ class DenseWeights:
             target.clean()
 
     def masks_updated(self) -> None:
-        """Zero newly removed weights: a mask update has done so in sharded tables, not in plain
+        """Zero newly removed weights. A mask update itself zeroes sharded tables, not plain
         data."""
         self.clean_all()
 
@@ -508,7 +495,7 @@ class DenseWeights:
             yield target.name, target.weight
 
     def states(self) -> Iterator[WeightState]:
-        """Yield the targets, each with the state of an optimizer that steps it."""
+        """Yield the targets with their optimizer state; once for each optimizer that steps one."""
         for leaf, (pairs, _) in self._stepped.items():
             for target, parameter in pairs:
                 states = [*state_of(leaf, parameter, target.weight).values()]
@@ -518,16 +505,16 @@ class DenseWeights:
                 yield WeightState(target.name, target.weight, mask, states, sums, by_element)
 
     def meet(self, optimizer: torch.optim.Optimizer) -> _Pairs:
-        """Return the targets that an optimizer steps, each with its parameter there. A new one gets
-        hooks, one with new parameters is looked through again."""
-        # add_param_group() adds parameters; nothing removes them.
+        """Return the targets that an optimizer steps, each with the optimizer's parameter. Attach
+        hooks to it at the first call."""
+        # add_param_group() adds parameters, and nothing removes any: the count tells of new ones.
         parameters = _parameters_of(optimizer)
         known, count = self._stepped.get(optimizer, ([], -1))
         if count == len(parameters):
             return known
         pairs: _Pairs = []
         for parameter in parameters:
-            for i in self._over(local(parameter)):
+            for i in self._targets_at(local(parameter)):
                 self.targets[i].aliases[id(parameter)] = parameter
                 pairs.append((self.targets[i], parameter))
         if pairs and not known:
@@ -546,15 +533,15 @@ class DenseWeights:
     @timed
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for target, parameter in self.meet(optimizer):
-            # Not by this step: behind it, perhaps only the rows of its gradient are cleaned.
+            # Earlier writes first: _after_step() may clean the rows of the gradient only.
             self._clean(target)
-            # Until the hook behind the step: other hooks may come first, and read.
+            # Dirty until _after_step(): hooks that run before it may read the weight.
             target.stepping = parameter.grad is not None
 
     @timed
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for target, parameter in self.meet(optimizer):
-            # Without a gradient, torch's optimizers leave a parameter alone.
+            # Torch's optimizers do not write a parameter without a gradient.
             if target.dirty or parameter.grad is not None:
                 target.clean(step_rows(optimizer, parameter))
 
@@ -563,19 +550,18 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
-# All weights with attached hooks. The hooks on optimizers and modules keep them alive, this set
-# does not.
+# All instances with attached hooks. Weak: the hooks on modules and optimizers keep them alive.
 _hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()
 
 
 @cache
 def _meet_new_optimizers() -> RemovableHandle:
-    """Attach, once for the process, the hook that meets optimizers made later. It stays: torch may
-    be iterating over its hooks whenever the last of those above is freed."""
+    """Attach, once for the process, a hook that meets optimizers made later. It is never removed:
+    the last instance may be freed while torch iterates over its hooks."""
 
     def meet(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Wrappers call the step of an inner optimizer, which comes here too.
-        if not hasattr(optimizer, "_optimizer") and not combines(optimizer):
+        # A wrapper calls the step of its inner optimizer, which runs this hook too.
+        if not hasattr(optimizer, "_optimizer") and torchrec_parts(optimizer) is None:
             for weights in list(_hooked):
                 weights.meet(optimizer)
 
@@ -600,15 +586,15 @@ def packed_targets(
     """Yield shards that no fused optimizer writes.
 
     Args:
-        tables: all that are registered.
-        modules: of their models, as :func:`model_of` has them.
+        tables: the store of all masks.
+        modules: all modules of the models, as :func:`model_of` has them.
         shards: by the place of the mask.
     """
-    held = [*_in_modules(modules)]
-    holding = same_storage([holder.parameter for holder in held])
+    holders = [*_in_modules(modules)]
+    find = same_storage([holder.parameter for holder in holders])
     for place, weight in shards.items():
-        found = holding(weight)
-        holder = held[found[0]] if found else Holder.alone(weight)
+        indices = find(weight)
+        holder = holders[indices[0]] if indices else Holder.alone(weight)
         is_parameter = isinstance(holder.parameter, nn.Parameter)
         yield ShardTarget(place.name, weight, holder, is_parameter, tables, place)
 
@@ -617,7 +603,7 @@ def plain_targets(plain: DenseStore) -> Iterator[Target]:
     """Yield plain data that is not squashed."""
     for name in filter(plain.is_masked, plain.names):
         weight = plain.weight(name)
-        # Of a view, as of a constant, no gradient is kept.
+        # A view, like a constant, keeps no gradient.
         holder = Holder.alone(weight if weight.is_leaf else weight.detach())
         yield PlainTarget(name, weight.data, holder, True, plain)
 

@@ -53,11 +53,11 @@ _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Walked:
-    """The registered tables and the modules of their models, as walks over the models found them.
+    """The registered tables and the modules of their models, from one walk over each model.
 
     Args:
         located: tables by name, as they are stored now.
-        modules: all modules by path, by model.
+        modules: for each model all its modules, by path.
     """
 
     located: Mapping[str, ShardedData]
@@ -130,13 +130,14 @@ class MaskEnforcer(Enforcer):
         self._reset = choice("optimizer_state", optimizer_state, ("keep", "reset")) == "reset"
         self.optimizers: tuple[Any, ...] = ()
         self._batches: list[TableBatchHooks] = []
-        # The lookups of sharded collections, which a reshard replaces.
+        # The lookups of each sharded collection: a reshard replaces them.
         self._known_lookups: dict[nn.Module, list[nn.Module]] = {}
-        # Weights that plain optimizers step, if there are any.
+        # At most one: the weights that plain optimizers step.
         self._dense: list[DenseWeights] = []
         self._hooks = Hooks()
-        # What a mask update resets, with the masks before it.
-        self._before: list[WeightState] = []
+        # During a mask update: the state to reset, with the masks before the update.
+        self._states_before: list[WeightState] = []
+        # Whether weights were loaded since they were last cleaned.
         self._loaded = False
 
     def __repr__(self) -> str:
@@ -191,9 +192,9 @@ class MaskEnforcer(Enforcer):
             }
         )
         try:
-            # _look_up() reads them; on an error the enforcer is as detached as before.
+            # _attach_hooks() reads them; on an error the enforcer is as detached as before.
             self.optimizers = tuple(tree_leaves(optimizers))
-            self._look_up(walked)
+            self._attach_hooks(walked)
         except BaseException:
             self._forget_weights()
             raise
@@ -273,14 +274,14 @@ class MaskEnforcer(Enforcer):
         self._renew_if_stale()
         self._clean()
         self.clock.seconds = spent
-        self._before = self._to_reset()
+        self._states_before = self._states_to_reset()
 
     def end_step(self) -> None:
         """Called by the sparsifier after a mask update."""
-        # Of blocks that were removed before too: those that come back start with fresh state.
-        for each in [*self._before, *self._to_reset()]:
-            each.reset_removed()
-        self._before = []
+        # By the masks before the update too: blocks that come back start with fresh state.
+        for state in [*self._states_before, *self._states_to_reset()]:
+            state.reset_removed()
+        self._states_before = []
         for part in self._parts():
             part.masks_updated()
 
@@ -306,10 +307,10 @@ class MaskEnforcer(Enforcer):
                 each.reset_elements()
 
     def renew(self) -> None:
-        """Look everything up again and zero what is removed, after masks or weights were replaced.
+        """Find the weights again and zero what is removed, after masks or weights were replaced.
         Collective if shards have moved since the last step."""
         self._check_attached()
-        self._look_up(self._walk(), check=False)
+        self._attach_hooks(self._walk(), check=False)
 
     def _walk(self) -> Walked:
         """Walk the models of registered tables."""
@@ -322,10 +323,10 @@ class MaskEnforcer(Enforcer):
             raise RuntimeError("The enforcer is not attached: call attach(optimizer) first.")
 
     def _clean(self) -> None:
-        """Clean dirty rows, except in collections that TorchRec has resharded: it calls their
-        ``state_dict`` before it does, so that they were cleaned then."""
+        """Clean dirty rows, except in collections that TorchRec has resharded: they were cleaned
+        when it called their ``state_dict()``, before it moved anything."""
         self._before_read()
-        # Kernels of a collection that was resharded are not those that its forward will use.
+        # A collection that was resharded no longer uses the kernels that these hooks know.
         resharded = self._resharded()
         with torch.no_grad():
             for part in self._parts():
@@ -339,8 +340,7 @@ class MaskEnforcer(Enforcer):
                 part.clean_all()
 
     def _clean_loaded(self) -> None:
-        """Clean what a load has written, any row of any table; warn if it has revived removed
-        weights."""
+        """Clean all rows after a load; warn if it has revived removed weights."""
         self._loaded = False
         before = self._nonzero()
         self._clean_all()
@@ -361,30 +361,26 @@ class MaskEnforcer(Enforcer):
         return counts
 
     def _renew_if_stale(self) -> None:
-        """Look everything up again if something was replaced. The caller may be a single rank, so
-        masks must not move.
-
-        Stale are batches after ``DistributedModelParallel.reshard``, and parameters after a load
-        with ``assign=True``.
-        """
+        """Find the weights again if some were replaced: kernels by
+        ``DistributedModelParallel.reshard``, parameters by a load with ``assign=True``. Local."""
         if not self._replaced() and not self._resharded():
             return
-        # To bring masks to shards that have moved is collective.
+        # Moving masks to their shards is collective, and the caller may be a single rank.
         tables = self._sparsifier.masks.tables
         if moved := tables.moved(tables.locate()):
             raise ValueError(
                 f"The shards of the tables {moved} have moved since their masks were last used: run"
                 " a forward, step() or apply_masks() on every rank first."
             )
-        self._look_up(self._walk())
+        self._attach_hooks(self._walk())
 
     def _resharded(self) -> list[nn.Module]:
-        """Return the collections that TorchRec has resharded since the last look."""
+        """Return the collections that TorchRec has resharded since hooks were attached."""
         known = self._known_lookups
         return [module for module in known if lookups_of(module) != known[module]]
 
     def _replaced(self) -> bool:
-        """Whether models hold other memory for a weight by now."""
+        """Whether a model has replaced the storage of a weight that plain optimizers step."""
         return any(dense.replaced for dense in self._dense)
 
     def _parts(self) -> Sequence[DenseWeights | TableBatchHooks]:
@@ -397,15 +393,16 @@ class MaskEnforcer(Enforcer):
     def _states(self) -> Iterator[WeightState]:
         return chain.from_iterable(part.states() for part in self._parts())
 
-    def _to_reset(self) -> list[WeightState]:
+    def _states_to_reset(self) -> list[WeightState]:
         """Return the optimizer state that a mask update resets, with the current masks."""
         return list(self._states()) if self._reset else []
 
-    def _look_up(self, walked: Walked, check: bool = True) -> None:
-        """Find the registered weights, hook and clean them. On an error, hooks are as they were.
+    def _attach_hooks(self, walked: Walked, check: bool = True) -> None:
+        """Find the registered weights, attach hooks to them and clean them. On an error, the hooks
+        stay as they were.
 
-        With ``check``, refuse what :meth:`attach` refuses: weights may have been replaced, also for
-        a single forward.
+        With ``check``, refuse what :meth:`attach` refuses: any of it may be true of weights that
+        have replaced others.
         """
         tables = self._sparsifier.masks.tables
         # First: the other ranks may be waiting in it, whatever is refused below on this one.
@@ -413,10 +410,11 @@ class MaskEnforcer(Enforcer):
         modules = [module for _, module in walked.paths]
         collections = list(collections_of(modules))
         fused = self._fused_tables(collections, walked.shards)
-        # Plain optimizers step what no fused one writes.
+        # Plain optimizers step all shards that no fused optimizer writes.
         stepped = dict(walked.shards)
-        for place in chain.from_iterable(map(dict.values, fused.values())):
-            stepped.pop(place, None)
+        for places in fused.values():
+            for place in places.values():
+                stepped.pop(place, None)
         targets = [
             *packed_targets(tables, modules, stepped),
             *plain_targets(self._sparsifier.masks.plain),
@@ -427,29 +425,29 @@ class MaskEnforcer(Enforcer):
             dense.check_stepped()
             shards = [(place.name, weight) for place, weight in walked.shards.items()]
             refuse_masked([*shards, *dense.weights()], but=self)
-        # Last: nothing of the old hooks is lost if something above is refused.
+        # Only now: if something above is refused, the old hooks are still in place.
         for hooks, places in fused.items():
             hooks.moved_to(places)
         self._remove_hooks()
-        # Without targets, it would look at every step of every optimizer.
+        # Without targets it would still inspect every step of every optimizer.
         self._batches = list(fused)
         self._dense = [dense] if targets else []
         self._known_lookups = {module: lookups_of(module) for module in collections}
         self._hook(list(walked.modules), dense.owners)
         self._before_read()
         self._clean_all()
-        # As a mask update does: what is removed has no history.
-        for each in self._to_reset():
-            each.reset_removed()
+        # As after a mask update: removed weights have no optimizer state.
+        for state in self._states_to_reset():
+            state.reset_removed()
 
     def _fused_tables(
         self, collections: Iterable[nn.Module], shards: Mapping[Place, Tensor]
     ) -> dict[TableBatchHooks, dict[int, Place]]:
-        """Return the hooks of batches with registered tables, and the places of their masks by the
-        number of the table in the batch. All other batches get no hooks, and cost nothing."""
-        # A batch that stays keeps its dirty rows, and its backwards on the way.
+        """Return the hooks of each batch with registered tables, and the places of the tables'
+        masks, by number in the batch. Batches without registered tables get no hooks."""
+        # A batch that is still in use keeps its dirty rows and its pending backwards.
         known = {hooks.module: hooks for hooks in self._batches}
-        # An empty table begins where the next one does.
+        # By shape too: an empty table has the address of the next one.
         by_memory = {(weight.data_ptr(), weight.shape): place for place, weight in shards.items()}
         found: dict[TableBatchHooks, dict[int, Place]] = {}
         for collection, batch in batches_of(collections):
@@ -465,8 +463,8 @@ class MaskEnforcer(Enforcer):
         return found
 
     def _hook(self, models: list[nn.Module], owners: list[nn.Module]) -> None:
-        # Before a forward: collections look whether they were resharded, models whether weights
-        # were replaced, batches clean the rows that they read.
+        # Before a forward, collections check whether they were resharded, models whether weights
+        # were replaced, and batches clean the rows that they read.
         for part in self._parts():
             part.hook()
         for module in self._known_lookups:
@@ -479,8 +477,8 @@ class MaskEnforcer(Enforcer):
             self._hooks.add(model.register_forward_pre_hook(Hook(self._before_model)))
             if torchrec is not None and torchrec.averages(model):
                 self._hooks.add(Wrapped(model, "sync", self._before_average))
-        # Parts of a model are loaded by themselves too, TorchRec's collections always, and then its
-        # own hook is silent.
+        # Not on the models alone: a part that is loaded by itself, as TorchRec always loads its
+        # collections, does not run the hooks of the model around it.
         for module in dict.fromkeys([*models, *self._known_lookups, *owners]):
             handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
             self._hooks.add(handle)
@@ -491,23 +489,22 @@ class MaskEnforcer(Enforcer):
         self._hooks.remove()
 
     def _before_read(self) -> None:
-        """Weights are about to be read: those that were loaded since are cleaned now, so that masks
-        can be loaded before or after them."""
+        """Clean loaded weights. Not in the load itself: masks may be loaded after the weights."""
         if self._loaded:
             self._clean_loaded()
 
     @timed
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        # On all ranks alike, with or without shards.
+        # True on all ranks or on none, with or without shards: what follows is collective.
         if lookups_of(module) != self._known_lookups[module]:
-            self._look_up(self._walk())
+            self._attach_hooks(self._walk())
         self._before_read()
 
     @timed
     def _before_model(self, module: nn.Module, args: Any) -> None:
-        # Here, not in the owners' hooks: those hold the weights that were replaced.
+        # Not in the hooks of the weights' modules, which know the replaced weights only.
         if self._replaced():
-            self._look_up(self._walk())
+            self._attach_hooks(self._walk())
         self._before_read()
         for dense in self._dense:
             dense.clean()
@@ -517,58 +514,52 @@ class MaskEnforcer(Enforcer):
         self._clean()
 
     def _before_average(self, sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replaces a 2-D model's ``sync()``: what one copy has revived must not be averaged into
-        the others."""
+        """Clean before a 2-D model's ``sync()``, which would average revived weights of one copy
+        into the others."""
         self.settle()
         done = sync(*args, **kwargs)
-        # Torch has counted these writes, but averages of masked copies are masked.
+        # Torch has counted the writes of sync(), but an average of masked copies is masked.
         for batch in self._batches:
             batch.mark_in_sync()
         return done
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         if self._sparsifier.masks.undo is not None:
-            # What was kept belongs to the weights of before.
+            # It holds values of the weights before the load.
             self._sparsifier.masks.undo.forget()
         self._loaded = True
-        # Masks may be loaded after weights, so that nothing is zeroed before the next read.
+        # Masks may be loaded after weights: nothing is zeroed before the next read.
         for batch in self._batches:
             batch.mark_all()
 
 
 def settle_all(weights: Sequence[Tensor]) -> None:
-    """:meth:`MaskEnforcer.settle` of all attached enforcers that mask some of these weights.
-    Local."""
-    # Each once, however many of the weights it masks.
-    for enforcer in dict(_masking(weights)):
-        enforcer.settle()
+    """Settle every attached enforcer that masks some of these weights. Local."""
+    # A list: weak references may die during the loop.
+    for enforcer in list(_attached):
+        if _masked_by(enforcer, weights):
+            enforcer.settle()
 
 
-def _masking(
-    weights: Sequence[Tensor], but: MaskEnforcer | None = None
-) -> Iterator[tuple[MaskEnforcer, int]]:
-    """Yield the attached enforcers, other than ``but``, that mask one of these weights, and its
-    number."""
+def _masked_by(enforcer: MaskEnforcer, weights: Sequence[Tensor]) -> list[int]:
+    """Return the indices of the weights that share memory with what an enforcer masks."""
     find = same_storage(weights)
-    # A copy: weak references may die during the loop.
-    for enforcer in {*_attached} - {but}:
-        for _, weight in enforcer.weights():
-            for number in find(weight):
-                yield enforcer, number
+    return [i for _, masked in enforcer.weights() for i in find(masked)]
 
 
 def refuse_masked(weights: Sequence[tuple[str, Tensor]], but: MaskEnforcer | None = None) -> None:
-    """Refuse weights, by name, that an attached enforcer masks, other than ``but``.
+    """Refuse weights, by name, that an attached enforcer other than ``but`` masks.
 
     Raises:
-        ValueError: some are.
+        ValueError: one of the weights is masked.
     """
-    found = next(_masking([weight for _, weight in weights], but), None)
-    if found is not None:
-        raise ValueError(
-            f"The weights of {weights[found[1]][0]!r} are already sparsified: call detach() first,"
-            " on the earlier result of sparsify() or on the MaskEnforcer attached to them."
-        )
+    tensors = [weight for _, weight in weights]
+    for enforcer in set(_attached) - {but}:
+        for i in _masked_by(enforcer, tensors):
+            raise ValueError(
+                f"The weights of {weights[i][0]!r} are already sparsified: call detach() first, on"
+                " the earlier result of sparsify() or on the MaskEnforcer attached to them."
+            )
 
 
 def _check_not_compiled(

@@ -1,13 +1,21 @@
 """Keep removed weights at zero in tables that a fused optimizer writes inside the backward.
 
-Hooks read the ids of a lookup at the kernel, after the input distribution: there they are local to
-the shard, whatever the sharding. A table is masked in one of two ways:
+Hooks read the ids of a lookup at FBGEMM's kernel, after the input distribution: there, ids are
+local to the shard, whatever the sharding. A table is masked in one of two ways:
 
-- *by its ids*, if it keeps or removes whole rows: the ids of removed rows are dropped or weigh
-  nothing (:mod:`~dist_sparse.enforcer.rows`), so that these rows stay zero by themselves.
-- *by zeroing*, for all other blocks, for scores that need the gradients of removed rows, and for
-  optimizers that move a row at gradient 0. Rows that a backward writes are flagged as dirty. They
-  are cleaned before a lookup reads them, or before weights are scored, saved or read.
+- *by its ids*, if its mask keeps or removes whole rows: ids of removed rows are dropped or get the
+  weight 0 (:mod:`~dist_sparse.enforcer.rows`). Such a row gets no gradient and stays zero.
+- *by zeroing*, for finer masks, for scores that need the gradients of removed rows, and for
+  optimizers that move a row at gradient 0. The rows that a backward writes are flagged as dirty.
+  They are cleaned before a lookup reads them, and before weights are scored, saved or read.
+
+One training step of a batch of tables runs these hooks:
+
+1. before the lookup: read new masks, drop ids of removed rows, clean the dirty rows that it reads;
+2. before FBGEMM's kernel: give the ids of removed rows the weight 0, if they were not dropped;
+3. after the lookup: keep its ids for the backward;
+4. in the backward, just before the fused optimizer writes: flag the rows of these ids as dirty, and
+   zero the gradients of removed rows of sequences, whose ids have no weights.
 
 TorchRec and FBGEMM are behind :class:`~dist_sparse.tables.protocols.TableBatch`.
 """
@@ -43,29 +51,29 @@ from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import CACHED
 
-# The ids of a lookup, and where those of each feature begin and end.
+# The ids of a lookup, feature after feature, and the offsets of the features.
 Ids = tuple[Tensor, Ends]
 
 
 @dataclass(frozen=True, eq=False)
 class _PendingLookup:
-    """A lookup whose backward is still to come.
+    """The ids of a lookup whose backward has not run yet.
 
     Attributes:
-        every: all ids, dropped ones too.
+        requested: all ids, dropped ones too.
         written: the ids whose rows the backward writes.
-        masks_key: identifies the masks by which ids of removed rows were dropped or weigh nothing;
-            empty if another hook has replaced the ids since.
+        masks_key: identifies the masks that removed ids, or their weights, from this lookup; empty
+            if another hook has replaced the ids since.
     """
 
-    every: Ids
+    requested: Ids
     written: Ids
     masks_key: tuple[int, ...]
 
 
 class StreamOrder:
-    """Orders lookups and writes of a set of tables across CUDA streams, for training pipelines with
-    a stream of their own for lookups. Never blocks the host.
+    """Order of lookups and writes of some tables across CUDA streams: training pipelines look up
+    on a stream of their own. Never blocks the host.
 
     Args:
         device: of the tables.
@@ -73,10 +81,11 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # torch.cuda, or torch.cpu, whose streams do nothing.
+        # torch.cuda; or torch.cpu, which has the same functions, whose streams do nothing.
         self._streams = torch.get_device_module(device)
+        # Every stream that has looked up. A program has a few: none is ever removed.
         self._readers: set[Any] = set()
-        # Sets the stream of the last write, and an event after it.
+        # Sets the stream of the last write, and the event at its end.
         self.after_write()
 
     def before_read(self) -> None:
@@ -90,28 +99,30 @@ class StreamOrder:
             stream.wait_stream(reader)
 
     def after_write(self) -> None:
-        """Have later lookups on other streams wait for the current one, up to here."""
+        """Have later lookups on other streams wait for all work of the current one so far."""
         self._writer = self._streams.current_stream(self._device)
-        self._written = self._writer.record_event()
+        self._write_done = self._writer.record_event()
 
     def _after_last_write(self) -> Any:
-        """Return the current stream once it waits for the last write."""
+        """Have the current stream wait for the last write, and return the stream."""
         stream = self._streams.current_stream(self._device)
-        # An event: waiting for all work of the other stream would end the overlap of the two.
+        # For the event, not for all work of the other stream: the two would no longer overlap.
         if stream != self._writer:
-            stream.wait_event(self._written)
+            stream.wait_event(self._write_done)
         return stream
 
 
 class TableBatchHooks:
-    """The hooks on one of FBGEMM's batches of tables, inside TorchRec's module.
+    """Hooks on one FBGEMM kernel, which looks up a batch of tables.
+
+    Tables are numbered as in the kernel. Unregistered ones have no slot: nothing here touches them.
 
     Args:
-        batch: FBGEMM's batch; its module is called with a KeyedJaggedTensor of ids that are local
-            to the shards.
-        collection: the sharded collection that it belongs to.
-        sparsifier: of the tables.
-        clock: to which the time of the hooks is added.
+        batch: the tables; its module is called with a KeyedJaggedTensor of ids that are local to
+            the shards.
+        collection: the sharded collection that contains the kernel.
+        sparsifier: stores the masks of the tables.
+        clock: adds up the time of the hooks.
     """
 
     def __init__(
@@ -122,40 +133,41 @@ class TableBatchHooks:
         self._batch = batch
         self._sparsifier = sparsifier
         self._store = sparsifier.masks.tables
-        # The masks of registered tables, by their number in the batch.
+        # Where the store has the masks of registered tables.
         self._places: Mapping[int, Place] = {}
-        # Identifies the state that _refresh() read: _masks_key(), then the addresses of weights.
-        self._key: tuple[int, ...] = ()
-        self._in_sync = self._storage()
+        # The weights and masks of registered tables, as _read_masks() found them, and what
+        # identifies that state: _masks_key(), then the addresses of the weights.
         self._slots: dict[int, Slot] = {}
+        self._slots_key: tuple[int, ...] = ()
+        # Torch's counts of writes that the dirty rows account for.
+        self._known_writes = self._count_writes()
         views = self._batch.weights()
         device = views[0].device
         on_cpu = device.type == "cpu"
         # FBGEMM's CPU backward writes wrong rows if a table is empty and widths differ.
         has_empty = min(map(len, views)) == 0
         widths = {view.shape[1] for view in views}
-        self._strays = on_cpu and has_empty and len(widths) > 1
+        self._writes_strays = on_cpu and has_empty and len(widths) > 1
         # On a device the host does not know the ids; it never knows the rows of stray writes.
-        self._knows_writes = on_cpu and not self._strays
+        self._knows_writes = on_cpu and not self._writes_strays
         self._pooled = self._batch.pooling != "none"
-        # Only a sum can do without rows of zeros. On a device the host would wait for the number of
-        # remaining ids.
-        self._drops = on_cpu and self._batch.pooling == "sum"
+        # A sum does not change without rows of zeros; a mean divides by the number of ids, and a
+        # sequence has a row for each. On a device the host would wait for the number of ids left.
+        self._drops_ids = on_cpu and self._batch.pooling == "sum"
         self._features = list(batch.features)
         self._order = StreamOrder(device)
-        # Of tables that are masked by their ids, if they have removed rows.
-        self._kept = KeptIds({}, self._features)
-        # Whether ids of removed rows are to weigh nothing in the kernel's next call.
-        self._to_weigh = False
-        self._rows = ZeroedRows(self._features, device)
-        self._counts = CountedLookups(self._features)
+        # The two ways to mask: by ids and by zeroing. _assign_tables() sets their tables.
+        self._kept_ids = KeptIds({}, self._features)
+        self._zeroed = ZeroedRows(self._features, device)
+        # Whether the kernel's next call is to give ids of removed rows the weight 0.
+        self._weighs_ids = False
+        self._counted = CountedLookups(self._features)
         self._sampled = SampledLookups(self._features)
-        # Rows written since they were read, by what reads and clears the record.
-        self._written: dict[str, dict[int, RowFlags]] = {}
-        # Whether rows of registered tables are cached.
-        self._caches = False
-        # All ids of the last forward, and those that were passed on to the kernel.
-        self._last: tuple[Any, Any] = (None, None)
+        # For each reader, such as "scores", the rows written since it last cleared its record.
+        self._records: dict[str, dict[int, RowFlags]] = {}
+        self._has_cached = False
+        # KeyedJaggedTensors of the last forward: as requested, and as passed on to the kernel.
+        self._last_ids: tuple[Any, Any] = (None, None)
         self._hooks = Hooks()
 
     def hook(self) -> None:
@@ -165,7 +177,7 @@ class TableBatchHooks:
             self.module.register_forward_hook(Hook(self._after_lookup)),
         )
         if self._pooled:
-            weigh = Hook(self._weigh)
+            weigh = Hook(self._weigh_ids)
             restore = Hook(lambda *_: self._batch.restore_pooling())
             self._hooks.add(
                 self._batch.kernel.register_forward_pre_hook(weigh, with_kwargs=True),
@@ -173,27 +185,27 @@ class TableBatchHooks:
             )
 
     def unhook(self) -> None:
-        """Remove the hooks. Backwards of lookups before are still recorded."""
+        """Remove the hooks. Backwards of earlier lookups are still recorded."""
         self._hooks.remove()
 
     def moved_to(self, places: Mapping[int, Place]) -> None:
-        """Use the masks at other places; dirty rows stay dirty."""
+        """Read the masks from other places from now on; dirty rows stay dirty."""
         self._places = places
-        self._key = ()
-        self._written.clear()
+        self._slots_key = ()
+        self._records.clear()
 
     def clean(self) -> None:
         """Zero removed weights in the dirty rows."""
         self._begin_write()
-        self._rows.clean()
+        self._zeroed.clean()
         self._order.after_write()
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
         self._begin_write()
-        self._rows.clean_all()
+        self._zeroed.clean_all()
         self._order.after_write()
-        self._written.clear()
+        self._records.clear()
 
     def masks_updated(self) -> None:
         """Have lookups on other streams wait for the mask update that ends here."""
@@ -202,80 +214,81 @@ class TableBatchHooks:
     def mark_all(self) -> None:
         """Mark every row as dirty, after weights were written outside of a backward."""
         self.mark_in_sync()
-        self._rows.revived = True
+        self._zeroed.revived = True
 
     def mark_in_sync(self) -> None:
-        """Mark the current storage as in sync with the dirty rows, after a write that revived none:
-        it may have been in any row."""
-        self._in_sync = self._storage()
-        # Readers begin again, with all rows.
-        self._written.clear()
+        """Account for a write that may have been in any row, and revived none."""
+        self._known_writes = self._count_writes()
+        # Readers start new records, with all rows.
+        self._records.clear()
 
     def written(self, reader: str) -> Iterator[tuple[int, Written]]:
         """Yield the address of the weights and the possibly written rows (live) of each registered
-        CPU table; for ``"scores"`` of those whose scores are worth keeping. The first call of a
-        reader starts its record, with all rows in it, and so does the first one after a write of
-        unknown rows."""
+        CPU table; for ``"scores"``, of the tables whose scores are worth keeping. The first call of
+        a reader starts its record, with all rows in it, and so does its first call after a write
+        of unknown rows."""
         if not self._knows_writes:
             return
-        slots = self._current()
+        self._refresh()
+        slots = self._slots
         tracked = {
             table
             for table, slot in slots.items()
             if reader != "scores" or worth_keeping(slot.mask.rect, slot.mask.block)
         }
-        record = self._written.get(reader, {})
+        record = self._records.get(reader, {})
         if record.keys() != tracked:
             record = {table: RowFlags(len(slots[table].weight)).add_all() for table in tracked}
-            self._written[reader] = record
+            self._records[reader] = record
         for table, rows in record.items():
             yield slots[table].weight.data_ptr(), rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the registered shards by name."""
-        for table, slot in self._current().items():
+        self._refresh()
+        for table, slot in self._slots.items():
             yield self._places[table].name, slot.weight
 
     def states(self) -> Iterator[WeightState]:
         """Yield the registered shards and their optimizer state; FBGEMM starts all of it at 0."""
         by_table = self._batch.states()
-        for table, slot in self._current().items():
+        self._refresh()
+        for table, slot in self._slots.items():
             states: list[State] = [(state, 0.0) for state in by_table[table]]
             sums = states[0] if self._batch.is_adagrad else None
             by_element = any(state.shape == slot.weight.shape for state, _ in states)
             yield WeightState(self._places[table].name, *slot, states, sums, by_element)
 
     def _begin_write(self) -> None:
-        """Wait for lookups on other streams, and have the weights of this moment in place."""
+        """Wait for lookups on other streams, then bring masks and weights up to date."""
         self._order.before_write()
-        self._current()
-        if self._caches:
+        self._refresh()
+        if self._has_cached:
             self._batch.write_back()
 
-    def _storage(self) -> dict[int, int]:
-        """Return torch's counts of writes by the address of the weights. It counts all but writes
-        through ``.data`` and by FBGEMM's backward, before which a hook runs."""
-        return {each.data_ptr(): each._version for each in self._batch.storage()}
+    def _count_writes(self) -> dict[int, int]:
+        """Return torch's count of writes by the address of the weights. Torch counts all writes
+        except through ``.data`` and in FBGEMM's backward, before which a hook runs."""
+        return {weight.data_ptr(): weight._version for weight in self._batch.storage()}
 
     def _masks_key(self) -> tuple[int, bool]:
         """Return a key that changes with the masks and with their use."""
         return self._store.version, self._sparsifier.trains_removed
 
-    def _current(self) -> dict[int, Slot]:
-        """Return the live weights and masks of registered tables, read again after either was
-        replaced."""
-        storage = self._storage()
-        key = *self._masks_key(), *storage
-        if key != self._key:
-            with torch.no_grad():
-                self._refresh()
-            self._key = key
-        # Torch has counted a write, such as a load or copy_(): it may be in any row.
-        if storage != self._in_sync:
-            self.mark_all()
-        return self._slots
-
     def _refresh(self) -> None:
+        """Read masks and weights again if either was replaced. Mark all rows as dirty if weights
+        were written outside of a backward."""
+        writes = self._count_writes()
+        key = *self._masks_key(), *writes
+        if key != self._slots_key:
+            with torch.no_grad():
+                self._read_masks()
+            self._slots_key = key
+        # Torch has counted a write, such as a load or copy_(): it may be in any row.
+        if writes != self._known_writes:
+            self.mark_all()
+
+    def _read_masks(self) -> None:
         """Read masks, counts and weights again, and decide how to mask each table."""
         views = self._batch.weights()
         before, self._slots = self._slots, {}
@@ -284,26 +297,39 @@ class TableBatchHooks:
             held[table] = self._store.table(name).shards[number]
             self._slots[table] = Slot(views[table].data, held[table].mask)
         # The mask update has zeroed newly removed rows: their scores have changed.
-        for record in self._written.values():
+        for record in self._records.values():
             add_pruned(record, before, self._slots)
-        self._counts.use(held)
+        self._counted.use(held)
         self._sampled.use(held)
-        self._choose()
+        self._assign_tables()
 
-    def _choose(self) -> None:
-        """Choose the tables that are masked by their ids, and those that are zeroed."""
-        whole = {table for table, slot in self._slots.items() if slot.whole_rows}
-        if self._sparsifier.trains_removed or self._strays:
-            # Removed rows that are to be trained, or that the backward of another table writes, are
-            # read.
-            whole = set()
-        stay_zero = whole if self._batch.keeps_zeros else set()
+    def _assign_tables(self) -> None:
+        """Decide for each registered table whether it is masked by its ids, by zeroing, or both.
+
+        ===========================  ===============  =============================
+        mask, optimizer              ids are dropped  ids stay, with the gradient 0
+        ===========================  ===============  =============================
+        whole rows, keeps zeros      by ids           by ids
+        whole rows, others           both             by zeroing
+        finer than rows              by zeroing       by zeroing
+        ===========================  ===============  =============================
+
+        *Both*, because a lookup with ids out of range drops none: its removed rows get the
+        gradient 0, and such an optimizer moves them all the same.
+        """
+        whole_rows = {table for table, slot in self._slots.items() if slot.whole_rows}
+        if self._sparsifier.trains_removed or self._writes_strays:
+            # Scores need the gradients of removed rows, or FBGEMM writes rows that no id names.
+            whole_rows = set()
+        stay_zero = whole_rows if self._batch.keeps_zeros else set()
         self._refuse_cached(stay_zero)
-        self._rows.use(self._slots, self._slots.keys() - stay_zero)
-        # The ids of all others pass unchanged.
-        by_ids = self._rows.removing.keys() & (whole if self._drops else stay_zero)
-        kept = {table: ~self._slots[table].mask.dead_rows() for table in by_ids}
-        self._kept = KeptIds(kept, self._features)
+        self._zeroed.use(self._slots, self._slots.keys() - stay_zero)
+        by_ids = whole_rows if self._drops_ids else stay_zero
+        kept_rows = {}
+        # A table that loses no rows needs no filter.
+        for table in self._zeroed.removing.keys() & by_ids:
+            kept_rows[table] = ~self._slots[table].mask.dead_rows()
+        self._kept_ids = KeptIds(kept_rows, self._features)
 
     def _refuse_cached(self, stay_zero: set[int]) -> None:
         """Refuse cached tables whose removed rows do not stay zero by themselves.
@@ -312,7 +338,7 @@ class TableBatchHooks:
             ValueError: names them.
         """
         cached = self._batch.cached & self._slots.keys()
-        self._caches = bool(cached)
+        self._has_cached = bool(cached)
         if rest := sorted(self._places[table].name for table in cached - stay_zero):
             raise ValueError(
                 f"The tables {rest} have the compute kernel {CACHED!r}: rows in its cache can't be"
@@ -324,42 +350,44 @@ class TableBatchHooks:
     @timed
     def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self._order.before_read()
-        self._current()
+        self._refresh()
         requested = passed = args[0]
-        if self._drops and self._kept:
-            passed = self._kept.among(requested)
-        # Weight 0 keeps gradients from removed rows. A forward alone may read their zeros.
-        self._to_weigh = passed is requested and torch.is_grad_enabled()
+        if self._drops_ids and self._kept_ids:
+            passed = self._kept_ids.among(requested)
+        # The weight 0 keeps gradients from removed rows. Without a backward, a lookup may read
+        # them: they are rows of zeros.
+        self._weighs_ids = passed is requested and torch.is_grad_enabled()
+        # Outside of no_grad(): only training forwards are sampled.
         sampled = self._sampled.due()
         with torch.no_grad():
             if sampled:
                 self._sampled.add(*_local_ids(requested))
-            if self._rows.revived:
+            if self._zeroed.revived:
                 self.clean()
-            if self._rows.any_dirty:
-                self._rows.clean_read(*_local_ids(passed))
-        self._last = requested, passed
+            if self._zeroed.any_dirty:
+                self._zeroed.clean_read(*_local_ids(passed))
+        self._last_ids = requested, passed
         return passed, *args[1:]
 
-    def _weigh(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
-        """Forward pre-hook of FBGEMM's module: let ids of removed rows weigh nothing, unless they
-        were dropped."""
-        if self._to_weigh and self._kept:
-            return args, self._batch.weighed(call, self._kept.flags) or call
+    def _weigh_ids(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
+        """Give ids of removed rows the weight 0, unless they were dropped. A forward pre-hook of
+        FBGEMM's module."""
+        if self._weighs_ids and self._kept_ids:
+            return args, self._batch.weighed(call, self._kept_ids.flags) or call
         return None
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Tensor) -> None:
-        requested, passed = self._last
+        requested, passed = self._last_ids
         # Free the ids now, not at the next lookup.
-        self._last = None, None
+        self._last_ids = None, None
         if not output.requires_grad:
             return
         written = _copied_ids(args[0])
         lookup = _PendingLookup(
-            every=_copied_ids(requested) if self._counts else written,
+            requested=_copied_ids(requested) if self._counted else written,
             written=written,
             # The key begins with _masks_key(). Another hook may have replaced the ids.
-            masks_key=self._key[:2] if passed is args[0] else (),
+            masks_key=self._slots_key[:2] if passed is args[0] else (),
         )
         self._batch.pending.add(lookup)
         before_update = partial(self._before_update, lookup)
@@ -372,35 +400,35 @@ class TableBatchHooks:
         self._batch.pending.discard(lookup)
         # Not in the forward: until the backward, all rows may be cleaned, and other lookups read.
         with torch.no_grad():
-            self._current()  # masks may have been updated since the lookup
-            if self._strays:
+            self._refresh()  # masks may have been updated since the lookup
+            if self._writes_strays:
                 self.mark_all()
             else:
                 self._record_writes(lookup)
-            if self._counts:
-                self._counts.add(*lookup.every)
+            if self._counted:
+                self._counted.add(*lookup.requested)
             return self._without_removed(grad, *lookup.written)
 
     def _without_removed(self, grad: Tensor, ids: Tensor, ends: Ends) -> Tensor | None:
         """Return the gradient of a sequence with zeros for removed rows; None for no change."""
-        if self._pooled or not self._kept:
+        if self._pooled or not self._kept_ids:
             return None
-        removed = self._kept.flags(ids, ends).logical_not_()
+        removed = self._kept_ids.flags(ids, ends).logical_not_()
         if not grad.is_cpu:
             return grad.masked_fill(removed.unsqueeze(1), 0)
-        # Takes half the time of masked_fill(), but the host would wait for a device.
+        # Half the time of masked_fill(). On a device, nonzero() would have the host wait.
         copied = grad.clone(memory_format=torch.contiguous_format)
         return copied.index_fill_(0, removed.nonzero().view(-1), 0)
 
     def _record_writes(self, lookup: _PendingLookup) -> None:
         """Record the rows that a backward is about to write."""
-        self._rows.add(*lookup.written)
-        for record in self._written.values():
+        self._zeroed.add(*lookup.written)
+        for record in self._records.values():
             flag(record, self._features, *lookup.written)
-        # Sequences are masked now, by _without_removed(). Bags were masked in the forward: rows
-        # that they kept may have been removed since.
+        # The gradients of sequences are masked next, by _without_removed(). Bags were masked in the
+        # forward: if masks have changed since, the backward may write rows that are removed by now.
         if self._pooled and lookup.masks_key != self._masks_key():
-            self._rows.revived |= bool(self._kept)
+            self._zeroed.revived |= bool(self._kept_ids)
 
 
 def fused_sums(model: nn.Module) -> dict[int, State]:
@@ -432,18 +460,17 @@ def lookups_of(collection: nn.Module) -> list[nn.Module]:
     """Return the lookups of a sharded collection. A reshard makes new ones on every rank, with or
     without shards."""
     torchrec = torchrec_port()
-    # It has made the collection.
-    assert torchrec is not None
+    assert torchrec is not None  # the collection is one of its modules
     return torchrec.lookups(collection)
 
 
 def _local_ids(features: Any) -> Ids:
-    """Return the ids of a KeyedJaggedTensor, and where those of each feature begin and end."""
+    """Return the ids of a KeyedJaggedTensor and the offsets of its features."""
     ids = features.values()
     if ids.is_cpu or features.variable_stride_per_key():
         return ids, features.offset_per_key()
-    # With one batch size for all features, the host need not wait for the device. An empty batch
-    # has no ids to find.
+    # With one batch size for all features, each stride-th offset begins a feature: the host need
+    # not wait for the device. An empty batch has the stride 0, which is no valid step.
     return ids, features.offsets()[:: max(1, features.stride())]
 
 

@@ -1,24 +1,25 @@
-"""The rows that lookups name: removed ones masked by their ids, dirty ones zeroed, all counted.
+"""The rows that ids name: removed rows masked by their ids, dirty rows zeroed, lookups counted.
 
 A removed row is a row of zeros, and stays one if no optimizer moves it. So whole rows are masked by
-their ids alone. In sums on a CPU, ids of removed rows are dropped before the lookup: they are not
-read and get no gradient. All others keep their order, so that sums and updates are the same, bit
-for bit. Elsewhere these ids weigh nothing: on a device the host would wait in every forward for the
-number of remaining ids; a mean counts all ids; a sequence has a place for each.
+their ids alone. Where a CPU sums rows, ids of removed rows are dropped before the lookup: these
+rows are not read and get no gradient. The other ids keep their order, so that sums and updates stay
+the same, bit for bit. Elsewhere the ids stay, with the weight 0: on a device the host would wait in
+every forward for the number of remaining ids; a mean divides by the number of all ids; a sequence
+has a row for each id.
 
-Of other blocks, a row is *dirty* from the backward that wrote it until its removed weights are
-zeroed again. To clean a row, 16 to 64 bytes of its mask are read, and nothing of other rows. On
-CUDA a kernel flags and cleans rows, without the host knowing which.
+With finer masks, a row is *dirty* from the backward that wrote it until its removed weights are
+zeroed again. Cleaning a row reads 16 to 64 bytes of its mask, and nothing of other rows. On CUDA a
+kernel flags and cleans rows, without the host knowing which.
 
-Ids come feature after feature, int32 or int64 ``(n,)``, as local row numbers. An id outside of its
-table counts as row 0, which FBGEMM's bounds check makes of it.
+Ids are local row numbers, int32 or int64 ``(n,)``, feature after feature. An id out of range counts
+as row 0, as FBGEMM's bounds check replaces it by 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +31,8 @@ from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import sent
 
-# Where the ids of each feature begin and, last, where they end: one more than there are features.
-# On a device a tensor, so that the host does not wait for it.
+# Offsets of the features in the ids, ``features + 1`` numbers. On a device a tensor, so that the
+# host does not wait for it.
 Ends = Sequence[int] | Tensor
 
 # One forward in so many is sampled, beginning with the first after a mask update.
@@ -39,9 +40,10 @@ EVERY = 16
 
 
 def in_table(ids: Tensor, rows: int) -> Tensor:
-    """Return ``ids``, at least one, as int64, with 0 for those outside ``[0, rows)``."""
+    """Return ``ids``, at least one, as int64, with 0 for ids outside ``[0, rows)``."""
     ids = ids.long()
-    # Reading two numbers is quicker than three more passes, where that does not wait for a device.
+    # On a CPU, finding the smallest and the largest id is quicker than the three passes below. A
+    # device would have to be waited for.
     if ids.is_cpu:
         least, most = map(int, ids.aminmax())
         if 0 <= least <= most < rows:
@@ -50,59 +52,60 @@ def in_table(ids: Tensor, rows: int) -> Tensor:
 
 
 def _outside_as_0(ids: Tensor, rows: int | Tensor) -> Tensor:
-    """Return int64 ids with 0 for those outside ``[0, rows)``: of one table, or of each id's."""
+    """Return int64 ids with 0 for ids outside ``[0, rows)``; ``rows`` may differ from id to id."""
     return torch.where((ids < 0) | (ids >= rows), 0, ids)
 
 
 def rows_by_feature(
     tables: Mapping[int, Tensor], features: Sequence[int], ids: Tensor, ends: Ends
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the table of each feature, the rows that its ids name, int64 ``(n,)``, and which of
-    them count, bool ``(n,)``.
+    """Yield for each feature its table, rows, int64 ``(n,)``, and which of these rows its ids name,
+    bool ``(n,)``.
 
-    On a device, where slices would wait for ``ends``, all ids come with each feature, and count as
-    none in row 0 if they belong to another one.
+    On a device, slicing the ids would wait for ``ends``: each feature comes with all ids, and the
+    flags are False for ids of other features, whose row is 0.
 
     Args:
-        tables: something with an element for each row, by the number of the table; ids of other
-            tables are left out.
+        tables: something with an element for each row, by the number of the table; features of
+            other tables are left out.
         features: for each feature the number of its table.
     """
     if isinstance(ends, Tensor):
-        feature_of_each = _feature_of_each(ids, ends)
+        feature_of_id = _feature_of_each(ids, ends)
         for feature, table in enumerate(features):
             if table in tables:
-                mine = feature_of_each == feature
-                yield table, in_table(ids, len(tables[table])).masked_fill(~mine, 0), mine
+                belongs = feature_of_id == feature
+                yield table, in_table(ids, len(tables[table])).masked_fill(~belongs, 0), belongs
         return
-    for table, at in ids_of_tables(tables, features, ends):
-        found = in_table(ids[at], len(tables[table]))
-        yield table, found, torch.ones((), dtype=torch.bool).expand(found.shape)
+    for table, span in ids_of_tables(tables, features, ends):
+        rows = in_table(ids[span], len(tables[table]))
+        yield table, rows, torch.ones((), dtype=torch.bool).expand(rows.shape)
 
 
 def ids_of_tables(
     tables: Container[int], features: Sequence[int], ends: Ends
 ) -> Iterator[tuple[int, slice]]:
-    """Yield the table of each feature that has ids, if it is one of ``tables``, and where the ids
-    of the feature are."""
+    """Yield, for each feature with ids whose table is in ``tables``, the table and the slice of the
+    feature's ids."""
     for table, (start, stop) in zip(features, pairwise(ends), strict=True):
         if table in tables and start != stop:
             yield table, slice(start, stop)
 
 
 def _feature_of_each(ids: Tensor, ends: Tensor) -> Tensor:
-    """Return the number of each id's feature, int64 ``(n,)``, without waiting for the device. Ids
-    before the first feature get -1, those behind the last the number of features."""
-    places = torch.arange(ids.numel(), device=ids.device)
-    return torch.bucketize(places, ends.long().contiguous(), right=True) - 1
+    """Return the feature of each id, int64 ``(n,)``, without waiting for the device: -1 for ids
+    before the first feature, the number of features for ids behind the last."""
+    positions = torch.arange(ids.numel(), device=ids.device)
+    return torch.bucketize(positions, ends.long().contiguous(), right=True) - 1
 
 
 class KeptIds:
-    """Finds the ids of kept rows in a kernel's features.
+    """The ids of kept rows among the ids of a lookup.
 
     Args:
-        kept: kept rows, bool ``(rows,)``, by the number of the table. Other tables keep all ids.
-        features: the number of each feature's table.
+        kept: which rows are kept, bool ``(rows,)``, by the number of the table. Other tables keep
+            all ids.
+        features: for each feature the number of its table.
     """
 
     def __init__(self, kept: Mapping[int, Tensor], features: Sequence[int]) -> None:
@@ -110,7 +113,7 @@ class KeptIds:
         self._features = features
 
     def __bool__(self) -> bool:
-        """Whether the rows of any table are known."""
+        """Whether any table may lose ids."""
         return bool(self._kept)
 
     def flags(self, ids: Tensor, ends: Ends, strict: bool = False) -> Tensor:
@@ -124,56 +127,58 @@ class KeptIds:
             ends = sent(ends, ids.device)
         if isinstance(ends, Tensor):
             return self._flags_on_device(ids, ends)
-        found = torch.ones(ids.numel(), dtype=torch.bool)
-        for table, at in ids_of_tables(self._kept, self._features, ends):
+        flags = torch.ones(ids.numel(), dtype=torch.bool)
+        for table, span in ids_of_tables(self._kept, self._features, ends):
             kept = self._kept[table]
             # index_select() checks the range of every id.
-            rows = ids[at] if strict else in_table(ids[at], len(kept))
-            torch.index_select(kept, 0, rows, out=found[at])
-        return found
+            rows = ids[span] if strict else in_table(ids[span], len(kept))
+            torch.index_select(kept, 0, rows, out=flags[span])
+        return flags
 
     def among(self, features: Any) -> Any:
         """Return a KeyedJaggedTensor of the kept ids in ``features`` and their weights, on a CPU.
         Gradients flow back to all weights, 0 to the weights of dropped ids.
 
-        If an id is outside of its table, return ``features`` itself: FBGEMM raises an error, or
-        warns and takes row 0.
+        If an id is out of range, return ``features`` itself: what happens then is FBGEMM's choice,
+        an error, or a warning and row 0.
         """
         try:
             chosen = self.flags(features.values(), features.offset_per_key(), strict=True)
         except IndexError:
             return features
         torchrec = torchrec_port()
-        # It has made the features.
-        assert torchrec is not None
+        assert torchrec is not None  # the features are one of its types
         return torchrec.among(features, chosen)
 
     def _flags_on_device(self, ids: Tensor, ends: Tensor) -> Tensor:
-        flags, starts, rows = self._flat
-        # Ids before the first feature and behind the last one are of no table.
+        flags, starts, rows = self._concatenated
+        # The first entry is for ids before the first feature.
         feature = _feature_of_each(ids, ends) + 1
-        places = starts[feature] + _outside_as_0(ids.long(), rows[feature])
-        return flags.index_select(0, places)
+        return flags.index_select(0, starts[feature] + _outside_as_0(ids.long(), rows[feature]))
 
     @cached_property
-    def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The flags of all tables in one tensor, as on a device each read is a launch; and where
-        the table of each feature begins in it, and how many rows it has."""
-        kept = [*self._kept.values()]
-        lengths = [*map(len, kept)]
-        *starts, end = accumulate(lengths, initial=0)
-        spans = dict(zip(self._kept, zip(starts, lengths, strict=True), strict=True))
-        # The last flag is for the ids of all other tables, which so have one row.
-        kept.append(kept[0].new_ones(1))
-        other = end, 1
-        # Of each feature, and of the ids before the first one and behind the last one.
-        of = [other, *(spans.get(table, other) for table in self._features), other]
-        first, rows = zip(*of, strict=True)
-        return torch.cat(kept), sent(first, kept[0].device), sent(rows, kept[0].device)
+    def _concatenated(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The flags of all tables in one tensor: on a device, each read is a launch. For each
+        feature, the start of its table in that tensor, and the number of its rows; one entry more
+        in front and behind, for ids of no feature."""
+        flags: list[Tensor] = []
+        spans: dict[int, tuple[int, int]] = {}
+        start = 0
+        for table, kept in self._kept.items():
+            spans[table] = start, len(kept)
+            start += len(kept)
+            flags.append(kept)
+        # All other ids are kept: they read one flag behind the others, as a table of one row.
+        flags.append(flags[0].new_ones(1))
+        other = start, 1
+        of_features = [other, *(spans.get(table, other) for table in self._features), other]
+        starts, rows = zip(*of_features, strict=True)
+        device = flags[0].device
+        return torch.cat(flags), sent(starts, device), sent(rows, device)
 
 
 class CountedLookups:
-    """Counts the lookups of each row, for scores that ask for them.
+    """Counts of the lookups of each row, for scores that use them.
 
     Args:
         features: for each feature the number of its table.
@@ -182,7 +187,7 @@ class CountedLookups:
     def __init__(self, features: Sequence[int]) -> None:
         self._features = features
         self._counts: Mapping[int, Tensor] = {}
-        # Lookups until counts must be clamped, so that no integer overflows.
+        # Lookups that can be counted before a count might overflow.
         self._room = 0
 
     def __bool__(self) -> bool:
@@ -193,27 +198,29 @@ class CountedLookups:
         """Take the counts to add to, by the number of the table."""
         # New tensors, loaded or moved, may hold the largest count already.
         self._room = 0
-        self._counts = {table: one.counts for table, one in held.items() if one.counts.numel()}
+        self._counts = {
+            table: shard.counts for table, shard in held.items() if shard.counts.numel()
+        }
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count the lookups of one forward."""
-        # No count grows by more than the number of ids: with room left, none can overflow. So
-        # counts are clamped once in 2**30 lookups, not checked each time.
+        # No count grows by more than the number of ids. So counts are clamped once in 2**30
+        # lookups, not each time.
         self._room -= ids.numel()
         if self._room < 0:
             torch._foreach_clamp_max_([*self._counts.values()], MOST_COUNTED)
             self._room = MOST_COUNTED - 1 - ids.numel()
-        for table, rows, mine in rows_by_feature(self._counts, self._features, ids, ends):
+        for table, rows, belongs in rows_by_feature(self._counts, self._features, ids, ends):
             count = self._counts[table]
-            count.index_add_(0, rows, mine.to(count.dtype))
+            count.index_add_(0, rows, belongs.to(count.dtype))
 
 
 class SampledLookups:
-    """Counts lookups of tables, and lookups of removed rows, in one training forward of
-    :data:`EVERY`: next to nothing, for any score.
+    """Counts of the lookups of each table, and of its removed rows, in one training forward of
+    :data:`EVERY`. The sample costs next to nothing, so it is taken with any score.
 
-    The sums are stored with the masks (:attr:`~dist_sparse.masking.masks.Held.samples`) and start
-    at 0 with new ones.
+    The sums are stored with the masks (:attr:`~dist_sparse.masking.masks.Held.samples`); new masks
+    start at 0.
 
     Args:
         features: for each feature the number of its table.
@@ -243,12 +250,12 @@ class SampledLookups:
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count one forward."""
-        # Made once for each mask; an evaluation needs none.
+        # Once for each mask, and not in use(): masks may be replaced again before any training.
         if not self._removed:
-            self._removed = {table: one.mask.dead_rows() for table, one in self._held.items()}
-        for table, rows, mine in rows_by_feature(self._removed, self._features, ids, ends):
-            removed = self._removed[table].index_select(0, rows) & mine
-            self._held[table].samples.add_(torch.stack([mine.sum(), removed.sum()]))
+            self._removed = {table: shard.mask.dead_rows() for table, shard in self._held.items()}
+        for table, rows, belongs in rows_by_feature(self._removed, self._features, ids, ends):
+            removed = self._removed[table].index_select(0, rows) & belongs
+            self._held[table].samples.add_(torch.stack([belongs.sum(), removed.sum()]))
 
 
 # Dirty rows.
@@ -256,12 +263,12 @@ class SampledLookups:
 # Elements gathered at a time: 1 MiB of float32 stays in the cache between the passes over it.
 CHUNK = 1 << 18
 
-# Rows whose flags are searched at a time.
-TAKEN = 1 << 20
+# Rows whose flags are searched at a time: 1 MiB.
+FLAGS_AT_A_TIME = 1 << 20
 
-# A table is masked whole for a fifth as many ids as it has rows: for each of those rows, memory is
-# read at random.
-WHOLE = 5
+# Masking a row of its own costs as much as 5 rows of one pass over the shard: memory is read at
+# random.
+ROW_COST = 5
 
 
 class Slot(NamedTuple):
@@ -280,10 +287,10 @@ class Slot(NamedTuple):
 Slots = Mapping[int, Slot]
 
 
-def many(mask: BlockMask, rows: int) -> bool:
-    """Whether to mask a whole shard is quicker than to mask so many of its rows, in any order, with
+def one_pass_is_quicker(mask: BlockMask, rows: int) -> bool:
+    """Whether masking the whole shard is quicker than masking so many rows, in any order, with
     repeats."""
-    return mask.in_one_pass and rows * WHOLE >= mask.rect.rows
+    return mask.in_one_pass and rows * ROW_COST >= mask.rect.rows
 
 
 def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
@@ -297,12 +304,13 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
     """
     live = weight.data
     block_rows = rows
-    # Blocks count from the table's first row, rows from the shard's.
+    # The grid of blocks begins at the table's first row, `rows` count from the shard's.
     if mask.block[0] != 1:
         block_rows = (rows + mask.rect.row) // mask.block[0] - mask.grid.row
     table, word = wide(live), WORDS[live.element_size()]
     if mask.grid.cols == 1 and live.is_cpu:
-        # Whole rows are written without being read. A device would have to tell how many.
+        # Whole rows are written without being read. On a device, masked_select() would have the
+        # host wait for the number of rows.
         removed = mask.keeps(block_rows).logical_not_()
         table.index_fill_(0, rows.masked_select(removed), 0)
         return
@@ -315,12 +323,12 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
 
 
 class RowFlags:
-    """A set of rows of one table, one flag byte a row: it takes ids in any order, with repeats, at
-    the cost of a write each. At first it is empty.
+    """A set of rows of one table, at first empty: one flag byte per row. Adding costs one write per
+    id, in any order, with repeats.
 
     Args:
         count: rows of the table.
-        device: of the flags. Those of an accelerator are for kernels: the methods would wait.
+        device: of the flags. On an accelerator, kernels use the flags: the methods would wait.
 
     Attributes:
         flags: uint8 ``(count,)``.
@@ -328,7 +336,7 @@ class RowFlags:
 
     def __init__(self, count: int, device: torch.device | None = None) -> None:
         self.count = count
-        # Whole words, see parts().
+        # Whole words of 8 flags, which parts() searches.
         self._words = torch.zeros(-(-count // 8), dtype=torch.int64, device=device)
         self.flags = self._words.view(torch.uint8)[:count]
 
@@ -342,8 +350,8 @@ class RowFlags:
         return self
 
     def add_ids(self, ids: Tensor) -> None:
-        """Add the rows that ids of a lookup name."""
-        # More than needed may be flagged: that costs time, never a wrong weight.
+        """Add the rows that ids of a lookup name; perhaps more."""
+        # A row too many costs time, never a wrong weight.
         if ids.numel() >= self.count:
             self.add_all()
         else:
@@ -355,9 +363,10 @@ class RowFlags:
 
     def parts(self) -> Iterator[Tensor]:
         """Yield the rows, int64, ascending, in parts."""
-        # Most words of 8 flags are 0: they are skipped 8 rows at a time.
-        for first in range(0, self._words.numel(), TAKEN // 8):
-            touched = self._words[first : first + TAKEN // 8].nonzero().flatten()
+        # Most words of 8 flags are 0: clean rows are skipped 8 at a time.
+        step = FLAGS_AT_A_TIME // 8
+        for first in range(0, self._words.numel(), step):
+            touched = self._words[first : first + step].nonzero().flatten()
             if touched.numel():
                 touched += first
                 at = self._words.index_select(0, touched).view(torch.uint8).nonzero().view(-1)
@@ -365,9 +374,9 @@ class RowFlags:
                 yield touched.index_select(0, at >> 3).mul_(8).add_(at & 7)
 
     def among(self, ids: Tensor) -> Tensor:
-        """Return the rows that ids of a lookup name, as far as they are in the set, int64, with
-        repeats."""
-        # With more ids than rows it is quicker to list the flags than to look each id up.
+        """Return the rows of the set that ids of a lookup name, int64, with repeats; perhaps
+        more."""
+        # With more ids than rows, all rows of the set are found more quickly.
         if ids.numel() >= self.count:
             return self.flags.nonzero().flatten()
         rows = in_table(ids, self.count)
@@ -385,19 +394,19 @@ def flag(flags: Mapping[int, RowFlags], features: Sequence[int], ids: Tensor, en
         flags: by the number of the table; ids of other tables are left out.
         features: for each feature the number of its table.
     """
-    for table, at in ids_of_tables(flags, features, ends):
-        flags[table].add_ids(ids[at])
+    for table, span in ids_of_tables(flags, features, ends):
+        flags[table].add_ids(ids[span])
 
 
 def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> None:
-    """Add the rows that a mask update has zeroed: those with blocks that the masks before kept and
+    """Add the rows that a mask update has zeroed: rows with blocks that the masks before keep and
     the masks after remove."""
-    # Nothing to add for blocks that come back: their weights are still 0, and scored as 0.
+    # Nothing is added for blocks that come back: their weights are still 0, and scored as 0.
     for table, rows in flags.items():
         old, new = before[table], after[table]
         was = old.weight.data_ptr(), old.mask.block
         now = new.weight.data_ptr(), new.mask.block
-        # Bits are compared of the same blocks of the same shard, each within a row.
+        # Bits can be compared if they are of the same blocks of the same shard, each within a row.
         if was != now or new.mask.block[0] != 1:
             rows.add_all()
         elif old.mask is not new.mask:
@@ -406,13 +415,12 @@ def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> No
 
 
 class HostRowCleaner:
-    """Flags and cleans rows as :class:`~dist_sparse.enforcer.row_kernels.TritonRowCleaner` does,
-    where there is no such kernel: on a CPU. On a device without Triton, which CUDA builds of torch
-    bring, the host waits for the ends.
+    """:class:`~dist_sparse.enforcer.row_kernels.TritonRowCleaner` in torch: on a CPU, and on a
+    device without Triton, where the host waits for the ends.
 
     Args:
         slots: the tables that lose weights.
-        flags: of their rows.
+        flags: the dirty rows of each of these tables.
         features: for each feature the number of its table.
     """
 
@@ -427,13 +435,13 @@ class HostRowCleaner:
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
         """Clean the flagged rows among those that a lookup names."""
-        for table, at in ids_of_tables(self._slots, self._features, ends):
+        for table, span in ids_of_tables(self._slots, self._features, ends):
             weight, mask = self._slots[table]
-            if many(mask, ids[at].numel()):
+            if one_pass_is_quicker(mask, ids[span].numel()):
                 mask.apply_(weight)
             else:
-                # They stay flagged: the rows that a training step reads are about to be written.
-                zero_rows(weight, mask, self._flags[table].among(ids[at]))
+                # The flags stay: in training, the backward is about to write the same rows.
+                zero_rows(weight, mask, self._flags[table].among(ids[span]))
 
     def clean(self) -> None:
         """Clean all flagged rows. They stay flagged."""
@@ -451,10 +459,10 @@ class ZeroedRows:
         device: of the tables.
 
     Attributes:
-        removing: the registered tables that lose weights.
+        removing: the registered tables whose masks remove something.
         any_dirty: rows were flagged since all were last cleaned.
-        revived: removed weights of any row may be nonzero, after a write of unknown rows. Tables
-            whose rows are not flagged have no other way to say so.
+        revived: a write of unknown rows may have made any removed weight nonzero. Tables whose
+            rows are not flagged have no other sign of it.
     """
 
     def __init__(self, features: Sequence[int], device: torch.device) -> None:
@@ -471,12 +479,12 @@ class ZeroedRows:
         Args:
             slots: of all registered tables.
             watched: the tables whose rows are flagged and cleaned, if their masks remove anything.
-                In all others removed rows stay zero by themselves.
+                In all other tables removed rows stay zero by themselves.
         """
         self.removing = {table: slot for table, slot in slots.items() if slot.mask.removes}
         cleaned = {table: self.removing[table] for table in self.removing.keys() & watched}
         if self._flags.keys() != cleaned.keys():
-            # The old flags are lost: any row may be dirty.
+            # The old flags are dropped: any row may be dirty.
             self.revived |= self.any_dirty
             self.any_dirty = False
             self._flags = {
@@ -485,11 +493,11 @@ class ZeroedRows:
         if kernels_on(self._device) is None:
             self._cleaner = HostRowCleaner(cleaned, self._flags, self._features)
         else:
-            # It imports Triton.
+            # Not above: it imports Triton.
             from dist_sparse.enforcer.row_kernels import TritonRowCleaner
 
             found = {table: (*slot, self._flags[table].flags) for table, slot in cleaned.items()}
-            self._cleaner = TritonRowCleaner([*map(found.get, self._features)])
+            self._cleaner = TritonRowCleaner([found.get(table) for table in self._features])
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
         """Clean the rows that a lookup is about to read."""
@@ -507,15 +515,15 @@ class ZeroedRows:
             self.clean_all()
         elif self.any_dirty:
             self._cleaner.clean()
-            self._forget()
+            self._clear_flags()
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
         prune((slot.mask, slot.weight, None) for slot in self.removing.values())
-        self._forget()
+        self._clear_flags()
         self.revived = False
 
-    def _forget(self) -> None:
+    def _clear_flags(self) -> None:
         if self.any_dirty:
             torch._foreach_zero_([rows.flags for rows in self._flags.values()])
         self.any_dirty = False

@@ -1,2 +1,2 @@
-"""Rotations that gather the content of tables in few columns, without changing what a model
-computes."""
+"""Rotations that gather the information of a table in few columns, and leave a model's output
+unchanged."""

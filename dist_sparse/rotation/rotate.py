@@ -1,4 +1,4 @@
-"""Rotating tables before each mask update, so that the columns that are removed hold as little as
+"""Rotate tables before each mask update, so that the removed columns hold as little information as
 possible."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse.checks import refuse
 from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.groups import group_over, world_group
+from dist_sparse.groups import Group, group_over, world_group
 from dist_sparse.rotation.turning import bases_of, gram_matrices, share_, turn_
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import modules_by_path, torchrec_port
@@ -77,21 +77,25 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         facts["tables"] = groups
         located = packed.locate()
         _refuse_unfit(sparsifier, located, groups)
-        # It may be attached later: then update() checks it.
+        # An enforcer that is attached later is checked by update().
         if sparsifier.masks.enforcer is not None:
             _enforcer(sparsifier).check_rotation([*chain.from_iterable(groups)])
         models = [source.model for source in packed.sources if hasattr(source, "model")]
         alone: dict[str, TableLookup] = {}
-        for name, *others in groups:
-            if others:
-                for each in (name, *others):
-                    find_lookup_for_dots(models, located[each])
-            else:
-                alone[name] = find_lookup(models, located[name])
-    # All ranks have agreed: from here on the model changes.
+        for group in groups:
+            if len(group) == 1:
+                alone[group[0]] = find_lookup(models, located[group[0]])
+                continue
+            for name in group:
+                find_lookup_for_dots(models, located[name])
+    # All ranks have agreed: only now does the model change.
     for name, lookup in alone.items():
         _turn_back(lookup, located[name])
     sparsifier.masks.rotation = _Rotation(sparsifier, groups, alone)
+
+
+# Tables by the group of ranks that holds them.
+_TablesByGroup = list[tuple[Group, list[ShardedData]]]
 
 
 class _Rotation:
@@ -99,78 +103,86 @@ class _Rotation:
 
     Args:
         groups: names of tables that are rotated together.
-        turned: how the model looks up each table whose output is turned back: the groups of one.
+        alone: how the model looks up the tables in groups of one, whose outputs are turned back.
     """
 
     def __init__(
         self,
         sparsifier: BaseDataSparsifier,
         groups: Sequence[Sequence[str]],
-        turned: Mapping[str, TableLookup],
+        alone: Mapping[str, TableLookup],
     ) -> None:
-        self._sparsifier, self._groups, self._turned = sparsifier, groups, turned
+        self._sparsifier = sparsifier
+        self._groups = groups
+        self._alone = alone
 
     @property
     def names(self) -> list[str]:
+        """The tables that are rotated."""
         return [*chain.from_iterable(self.groups)]
 
     @property
     def groups(self) -> list[Sequence[str]]:
-        """The groups whose tables are all registered still: others can't be rotated any more."""
+        """The groups whose tables are all still registered: only they can be rotated."""
         registered = set(self._sparsifier.masks.tables.names)
         return [group for group in self._groups if registered.issuperset(group)]
 
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
         packed = self._sparsifier.masks.tables
-        groups = self.groups
-        names = self.names
         with packed.agreeing("step()"):
             located = packed.locate()
-        # Masks follow their shards first: the rotation reads them.
+        # First: enforcer.settle() needs the masks of the current shards.
         packed.reshard(located)
         with packed.agreeing("step()"):
             enforcer = _enforcer(self._sparsifier)
-            # A removed weight that is not zero would be spread over the other columns.
+            # The rotation would spread a removed weight that is not zero over the other columns.
             enforcer.settle()
-            enforcer.check_rotation(names)
-            _refuse_unfit(self._sparsifier, located, groups)
-        # Each table in the group of ranks that holds it, in one order on all of them.
-        chosen, by_ranks = set(names), []
+            enforcer.check_rotation(self.names)
+            _refuse_unfit(self._sparsifier, located, self.groups)
+        # Every rank of a group handles its tables in the same order.
+        by_group: _TablesByGroup = []
         for ranks, held in packed.groups.items():
-            tables = [located[name] for name in sorted(chosen.intersection(held))]
-            by_ranks.append((group_over(ranks), tables))
-        counts = None
-        if self._sparsifier.counts_lookups:
-            counts = {name: [*packed.table(name).counts.values()] for name in names}
-        grams: dict[str, Tensor] = {}
-        for group, tables in by_ranks:
-            grams |= gram_matrices(tables, group, counts)
-        with packed.agreeing("step()"):
-            # From the same matrices on every rank.
-            bases: dict[str, Tensor] = {}
-            for together in groups:
-                bases |= bases_of(grams, together)
-        for group, tables in by_ranks:
+            names = sorted(set(self.names).intersection(held))
+            by_group.append((group_over(ranks), [located[name] for name in names]))
+        bases = self._new_bases(by_group)
+        for group, tables in by_group:
             # Eigenvectors may differ between ranks in sign and rounding: all use the first rank's.
             share_([bases[data.name] for data in tables], group)
             for data in tables:
                 turn_(data, bases[data.name], group)
-        for name in bases.keys() & self._turned.keys():
-            kept = self._turned[name].root.get_buffer(_BASIS + name)
-            kept.copy_(kept.cpu().double() @ bases[name])
-        enforcer.after_rotation(names)
+        for name in bases.keys() & self._alone.keys():
+            # From the original columns to the current ones, over all rotations so far.
+            total = self._alone[name].root.get_buffer(_BASIS + name)
+            total.copy_(total.cpu().double() @ bases[name])
+        enforcer.after_rotation(self.names)
+
+    def _new_bases(self, by_group: _TablesByGroup) -> dict[str, Tensor]:
+        """Return the basis of each table for its current weights. Collective over the groups."""
+        packed = self._sparsifier.masks.tables
+        counts = None
+        if self._sparsifier.counts_lookups:
+            counts = {name: [*packed.table(name).counts.values()] for name in self.names}
+        grams: dict[str, Tensor] = {}
+        for group, tables in by_group:
+            grams |= gram_matrices(tables, group, counts)
+        bases: dict[str, Tensor] = {}
+        # Local, but weights that are not finite must be refused on all ranks.
+        with packed.agreeing("step()"):
+            for names in self.groups:
+                bases |= bases_of(grams, names)
+        return bases
 
 
 def rotation_groups(
     rotate: Any, tables: Iterable[str], argument: str = "rotate"
 ) -> list[list[str]]:
-    """Return the groups of tables that ``rotate`` names; of ``"table"`` each table alone.
+    """Return the groups of tables that ``rotate`` names; for ``"table"``, each table alone.
 
     Args:
-        rotate: what a caller passed.
-        tables: the names that there are.
-        argument: what the caller calls it.
+        rotate: an argument of the caller.
+        tables: all names.
+        argument: the name of that argument.
 
     Raises:
         ValueError: it is neither ``"table"`` nor groups of such names, each in one group only.
@@ -187,18 +199,20 @@ def rotation_groups(
     if rotate == "table":
         return [[name] for name in known]
     wrong = f"Invalid {argument}={rotate!r}:"
+    # An empty group is refused below.
     groups = rotate if isinstance(rotate, (list, tuple)) else [()]
-    # A lone name would be a group of letters.
+    # By type: a string in the place of a group would be a group of letters.
     if not all(isinstance(group, (list, tuple)) and group for group in groups):
         raise ValueError(f'{wrong} must be "table", or groups of names such as [["user", "item"]].')
     named = [*chain.from_iterable(groups)]
     unknown = sorted(map(str, set(named).difference(known)))
-    rules = {
-        f"{wrong} {unknown} are none of the tables {known}.": unknown,
-        f"{wrong} each name must be in one group only.": len(set(named)) < len(named),
-    }
-    refuse(rules)
-    return list(map(list, groups))
+    refuse(
+        {
+            f"{wrong} {unknown} are none of the tables {known}.": unknown,
+            f"{wrong} each name must be in one group only.": len(set(named)) < len(named),
+        }
+    )
+    return [list(group) for group in groups]
 
 
 def _refuse_unfit(
@@ -206,9 +220,9 @@ def _refuse_unfit(
     located: Mapping[str, ShardedData],
     groups: Sequence[Sequence[str]],
 ) -> None:
-    """Refuse tables that can't be rotated, or not together."""
+    """Refuse tables that can't be rotated, and groups that can't be rotated together."""
     for name in chain.from_iterable(groups):
-        # Any other block would remove rotated elements, which mean nothing alone.
+        # Other blocks would remove single rotated elements, which have no meaning of their own.
         block = sparsifier.data_groups[name].get("sparse_block_shape")
         if not isinstance(block, (tuple, list)) or block[0] != COL:
             raise ValueError(
@@ -236,15 +250,17 @@ def check_group(group: Sequence[ShardedData]) -> None:
             f"Table {data.name!r} can't be rotated: its columns are on several ranks, and 2-D"
             " parallelism trains copies of them; shard it by rows or by table."
         )
-        both = data.shape[1], data.ranks
-        rules = {
-            unequal: both != (first.shape[1], first.ranks),
-            copied: data.copied and not data.has_whole_rows,
-        }
-        refuse(rules)
+        width_and_ranks = data.shape[1], data.ranks
+        refuse(
+            {
+                unequal: width_and_ranks != (first.shape[1], first.ranks),
+                copied: data.copied and not data.has_whole_rows,
+            }
+        )
 
 
 def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
+    """Return the attached enforcer; raise ValueError if there is none."""
     if not isinstance(sparsifier.masks.enforcer, MaskEnforcer):
         raise ValueError(
             "Tables can't be rotated without an attached MaskEnforcer, which knows the state of"
@@ -253,10 +269,10 @@ def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
     return sparsifier.masks.enforcer
 
 
-# Find the module that looks a table up, and its declared consumers.
+# How a model looks a table up, and what reads its output.
 
 
-# What may be between tables that are rotated together and their dot products.
+# Modules that may be between tables that are rotated together and their dot products.
 _HARMLESS = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
 
 
@@ -264,10 +280,10 @@ class TableLookup(NamedTuple):
     """How a model looks a table up.
 
     Args:
-        modules: of the model without wrappers, by path.
-        module: that looks the table up.
-        outputs: which outputs of a collection are of the table; None is the output of a module that
-            has one.
+        modules: all modules of the model by path, without wrappers.
+        module: the module that looks the table up.
+        outputs: the outputs of a collection that are of the table; None is the only output of any
+            other module.
     """
 
     modules: Mapping[str, nn.Module]
@@ -284,22 +300,22 @@ def find_lookup(models: Sequence[nn.Module], data: ShardedData) -> TableLookup:
     """Return how one of ``models`` looks a table up.
 
     Raises:
-        ValueError: none does, its output is not a sum of rows, or another module reads the weight
-            too.
+        ValueError: no model looks it up, its output is not a sum of rows, or another module reads
+            the weight too.
     """
     path = str(data.fqn).removesuffix("weight").removesuffix(".")
-    # A table is in one of them; the others have no module at its path.
+    # One model has the table; the others have no module at its path.
     for modules in map(modules_by_path, models):
-        module, outputs, processed = _looking_up(modules, path)
+        module, outputs, is_processed = _module_at(modules, path)
         if module is not None:
-            holders = _holders(modules, data)
+            holders = _modules_with_weight(modules, data)
             refusals = {
-                "a feature processor reads its collection without calling it": processed,
+                "a feature processor reads its collection without calling it": is_processed,
                 "its rows are pooled by their maximum": getattr(module, "mode", "sum") == "max",
                 "max_norm renormalizes its rows": getattr(module, "max_norm", None) is not None,
                 f"the modules {holders} share its weight": len(holders) > 1,
             }
-            _refuse(data, refusals)
+            _refuse_rotation(data, refusals)
             return TableLookup(modules, module, outputs)
     raise ValueError(
         f"Table {data.name!r} can't be rotated: it is in no model given to add_model()."
@@ -310,110 +326,109 @@ def find_lookup_for_dots(models: Sequence[nn.Module], data: ShardedData) -> None
     """Refuse a table that can't be rotated together with others: only dot products may read it.
 
     Raises:
-        ValueError: as :func:`find_lookup`; or something else than dot products reads its output.
+        ValueError: as :func:`find_lookup`; or anything but dot products reads its output.
     """
     lookup = find_lookup(models, data)
-    reader = _reader(lookup.modules, lookup.module)
+    reader = _reading_layer(lookup.modules, lookup.module)
     refusals = {
         'its output is rotated back, as rotate="table" does, so that dot products do not'
         " read its rows": _BASIS + data.name in lookup.root._buffers,
         f"{reader} reads it, but only dot products may read tables that are rotated"
         ' together; use rotate="table", which rotates outputs back': reader,
     }
-    _refuse(data, refusals)
+    _refuse_rotation(data, refusals)
 
 
-def _refuse(data: ShardedData, reasons: Mapping[str, object]) -> None:
+def _refuse_rotation(data: ShardedData, reasons: Mapping[str, object]) -> None:
     where = f"Table {data.name!r} can't be rotated"
     refuse({f"{where}: {reason}.": holds for reason, holds in reasons.items()})
 
 
-def _looking_up(
+def _module_at(
     modules: Mapping[str, nn.Module], path: str
 ) -> tuple[nn.Module | None, list[str | None], bool]:
     """Return the module that looks up the table at ``path``, None if the model has no such table;
-    which outputs are of the table; and whether a feature processor is around the module."""
-    # Of TorchRec's: <path of the collection>.embedding_bags.<table>
-    above, _, table = path.rpartition(".")
-    above = above.rpartition(".")[0]
-    holder: Any = modules.get(above)
-    # A processor holds the collection.
-    around: Any = modules.get(above.rpartition(".")[0])
+    the outputs that are of the table; and whether a feature processor contains the module."""
+    # In TorchRec's collections, <path of the collection>.embedding_bags.<table>.
+    collection_path, _, table = path.rpartition(".")
+    collection_path = collection_path.rpartition(".")[0]
+    module: Any = modules.get(collection_path)
+    outer: Any = modules.get(collection_path.rpartition(".")[0])
     torchrec = torchrec_port()
-    if torchrec and (collection := torchrec.collection(holder)):
+    if torchrec and (collection := torchrec.collection(module)):
         outputs = [output for output, name in collection.outputs().items() if name == table]
-        return holder, [*outputs], torchrec.processes_features(around)
+        return module, [*outputs], torchrec.processes_features(outer)
     return modules.get(path), [None], False
 
 
-def _holders(modules: Mapping[str, nn.Module], data: ShardedData) -> list[str]:
-    """Return the modules that hold the weight of a replicated table, by path."""
+def _modules_with_weight(modules: Mapping[str, nn.Module], data: ShardedData) -> list[str]:
+    """Return the paths of the modules that hold the weight of a replicated table."""
     if data.sharding != "replicated":
         return []
-    # By address: a tied weight is one storage in two parameters, or one parameter.
-    places = {shard.tensor.data_ptr() for shard in data.shards}
-    found = []
+    # By address: tied weights may be two parameters over one storage.
+    addresses = {shard.tensor.data_ptr() for shard in data.shards}
+    paths = []
     for path, module in modules.items():
         held = map(Tensor.data_ptr, module.parameters(recurse=False))
-        if not places.isdisjoint(held):
-            found.append(path or type(module).__name__)
-    return found
+        if not addresses.isdisjoint(held):
+            paths.append(path or type(module).__name__)
+    return paths
 
 
-def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
+def _reading_layer(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
     """Return the layer or nonlinearity to which an ``nn.Sequential`` passes the output of
     ``table``; "" for none."""
     for path, module in modules.items():
-        behind = dropwhile(lambda part: part[1] is not table, _parts(module, path))
-        for name, part in islice(behind, 1, None):
+        # The parts behind the table; none if the table is not among them.
+        from_table = dropwhile(lambda part: part[1] is not table, _called_in_turn(module, path))
+        for name, part in islice(from_table, 1, None):
+            # A module of the user's may compute the dot products.
             if not type(part).__module__.startswith("torch.nn."):
-                break  # the user's own, which may be the dot products
+                break
             if not isinstance(part, _HARMLESS):
                 return f"{type(part).__name__} {name!r}"
     return ""
 
 
-def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that an ``nn.Sequential`` calls in turn, and the parts of nested ones, by
-    path; of another module itself."""
+def _called_in_turn(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that an ``nn.Sequential`` calls in turn, nested ones included, with their
+    paths; for another module, the module itself."""
     if type(module) is not nn.Sequential:
         yield path, module
         return
     for name, child in module.named_children():
-        yield from _parts(child, f"{path}.{name}".lstrip("."))
+        yield from _called_in_turn(child, f"{path}.{name}".lstrip("."))
 
 
-# Outputs of rotated tables, turned back: what a model reads is as if they had never been rotated.
+# Outputs of rotated tables are turned back: the model reads them as if nothing had been rotated.
 #
-# The basis of a table is a buffer of the model, so that it is saved and loaded with the weights
-# that it belongs to. It is not below TorchRec's collections, which can only be resharded if their
-# state is tables alone, and no module, which a ``nn.Sequential`` would call. Forward hooks on the
-# modules that look tables up apply it; a copy of the model has its own bases and hooks.
+# The basis of a table is a buffer of the model's root, so that it is saved and loaded with the
+# weights. It is not in TorchRec's collections, which can be resharded only if their state is tables
+# alone; and not in a module of its own, which an ``nn.Sequential`` would call. Forward hooks on the
+# modules that look tables up apply it. A copy of the model has its own bases and hooks.
 
 
 _BASIS = "rotation_of_"
 
 
 def _turn_back(lookup: TableLookup, data: ShardedData) -> None:
-    """Have a module's output for a table turned back from now on, unless it is."""
-    root, module = lookup.root, lookup.module
+    """Have a module's output for a table turned back from now on, unless it is already."""
+    root = lookup.root
     if _BASIS + data.name not in root._buffers:
-        device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
-        # A basis of 16 bits would lose more than the table has.
+        # Not in 16 bits: a rounded basis would add errors to every output.
         exact = torch.promote_types(data.dtype, torch.float32)
-        root.register_buffer(
-            _BASIS + data.name, torch.eye(data.shape[1], dtype=exact, device=device)
-        )
-    hook = _hook(module) or _Hook(root)
+        basis = torch.eye(data.shape[1], dtype=exact, device=data.device)
+        root.register_buffer(_BASIS + data.name, basis)
+    hook = _hook_on(lookup.module) or _TurnBackHook(root)
     if not hook.names:
-        # Hooks of the user's read the original basis.
-        module.register_forward_hook(hook, prepend=True)
+        # Before hooks of the user's, which read outputs in the original basis.
+        lookup.module.register_forward_hook(hook, prepend=True)
     hook.names |= dict.fromkeys(lookup.outputs, data.name)
 
 
 def expect_bases(root: nn.Module) -> RemovableHandle:
-    """Have ``root`` load states with bases from now on, though its tables are rotated only later:
-    by :func:`rotate`, which keeps what was loaded."""
+    """Let ``root`` load states with bases before :func:`rotate` is called on its tables: rotate()
+    keeps bases that were loaded."""
 
     def register(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
         for key, basis in state.items():
@@ -426,37 +441,39 @@ def expect_bases(root: nn.Module) -> RemovableHandle:
 
 
 def bases_of_outputs(module: nn.Module) -> dict[str | None, Tensor]:
-    """Return the basis ``(original columns, columns)`` of each output of a module that is turned
-    back, by the output's name in a collection; None is the output of a module that has one."""
-    hook = _hook(module)
+    """Return the basis, ``(original columns, columns)``, of each output of a module that is turned
+    back, by the output's name in a collection; None is the only output of any other module."""
+    hook = _hook_on(module)
     return {key: hook.basis(name) for key, name in hook.names.items()} if hook else {}
 
 
 def move_bases(old: nn.Module, new: nn.Module, root: nn.Module, widths: Mapping[str, int]) -> None:
-    """Have ``new``, in the place of ``old``, turn back outputs of fewer columns, if ``old`` turns
-    them back.
+    """Have ``new``, which replaces ``old``, turn back the same outputs, of fewer columns.
 
     Args:
         root: the model, without wrappers; it may be ``new``.
-        widths: the first columns that are left of each table.
+        widths: the number of first columns that each table keeps; tables left out keep all.
     """
-    hook = _hook(old)
+    hook = _hook_on(old)
     if hook is None:
         return
     for name in set(hook.names.values()):
         basis = hook.basis(name)
         root.register_buffer(_BASIS + name, basis[:, : widths.get(name, basis.shape[1])].clone())
-    # The old model is consumed: the basis is a buffer of the new one now.
+    # The old model is no longer used: the hook moves to the new one.
     hook.buffers = root._buffers
     new.register_forward_hook(hook)
 
 
-class _Hook:
-    """Turns back the outputs of a module: by output the name of the table, None for a module whose
-    output is one tensor.
+class _TurnBackHook:
+    """A forward hook that turns outputs of a module back.
 
-    It holds the dictionary of the model's buffers, not the model: a copy of the model has a copy
-    that refers to its buffers, and a copy of a module of it does not copy the model.
+    It refers to the dictionary of the root's buffers, not to the root: a copy of the model has a
+    hook on its own buffers, and a copy of one module does not copy the model.
+
+    Attributes:
+        buffers: of the root.
+        names: the table of each output; None is the only output of any other module.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -465,20 +482,20 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if None in self.names:
-            return self._turned(None, output)
+            return self._turn_output(None, output)
         torchrec = torchrec_port()
-        assert torchrec is not None  # it has returned the output
-        return torchrec.with_outputs(output, self._turned)
+        assert torchrec is not None  # the output is of one of its collections
+        return torchrec.with_outputs(output, self._turn_output)
 
-    def _turned(self, key: str | None, values: Tensor) -> Tensor:
-        """``values`` ``(..., columns left)`` of an output in the original basis,
+    def _turn_output(self, key: str | None, values: Tensor) -> Tensor:
+        """Return values of an output, ``(..., remaining columns)``, in the original basis,
         ``(..., columns)``."""
         name = self.names.get(key)
         if name is None:
             return values
         basis = self.basis(name)
         if basis.device != values.device:
-            # A rank without a shard of the table learns here where outputs are.
+            # A rank without a shard of the table did not know the device before.
             basis = self.buffers[_BASIS + name] = basis.to(values.device)
         return values @ basis.T.to(values.dtype)
 
@@ -489,6 +506,7 @@ class _Hook:
         return basis
 
 
-def _hook(module: nn.Module) -> _Hook | None:
-    hooks = (hook for hook in module._forward_hooks.values() if isinstance(hook, _Hook))
+def _hook_on(module: nn.Module) -> _TurnBackHook | None:
+    """Return the hook on a module; None if there is none."""
+    hooks = (hook for hook in module._forward_hooks.values() if isinstance(hook, _TurnBackHook))
     return next(hooks, None)

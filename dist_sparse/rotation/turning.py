@@ -1,8 +1,8 @@
-"""Gram matrices of sharded tables, and turning or changing their rows, in place and chunk by chunk.
+"""Gram matrices of sharded tables, bases from them, and rows rotated in place, chunk by chunk.
 
-Shards that hold whole rows send nothing but their part of ``G``. Rows that column borders cut are
-put together chunk by chunk, by one all-to-all each, from metadata that every rank has: no rank
-holds more than a chunk of them.
+Shards with whole rows send nothing but their part of ``G``. Rows that column borders cut are
+assembled chunk by chunk, by one all-to-all each: no rank holds more than one chunk of other ranks'
+rows. Every rank derives the messages from metadata that all have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from dist_sparse.groups import Group, Parcels
 from dist_sparse.tables.shards import Rect, ShardedData
 
-# Elements taken at a time: 8 MiB of float64.
+# Elements of a chunk: 8 MiB of float64.
 _CHUNK = 1 << 20
 
 
@@ -27,32 +27,32 @@ def gram_matrices(
     lookups: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> dict[str, Tensor]:
     """Return ``W^T W`` of each table by name, float64 ``(columns, columns)`` on the CPU. Collective
-    over ``group``: an all-reduce of all matrices, and as much as :func:`turn_` sends of rows that
-    are cut.
+    over ``group``: one all-reduce of all matrices, and one all-to-all per chunk of rows that are
+    cut.
 
     Args:
-        lookups: by table how often each row of this rank's shards was looked up: rows weigh as
-            much, and 1 more, so that a table without lookups has a matrix too. None weighs all
-            alike.
+        lookups: by table, the number of lookups of each row of this rank's shards. The weight of a
+            row is this number + 1, so that a table without lookups has a matrix too. None gives all
+            rows the weight 1.
     """
-    found = {}
+    grams = {}
     for data in tables:
-        gram = found[data.name] = torch.zeros(data.shape[1], data.shape[1], dtype=torch.float64)
-        # Each row is read by one rank: the owner of its first element.
+        gram = grams[data.name] = torch.zeros(data.shape[1], data.shape[1], dtype=torch.float64)
+        # Each row counts once: on the rank that owns its first element.
         readers = []
         for rank in range(group.size):
             readers.append([_rows_of(rect) for rect in data.owned(rank) if rect.col == 0])
         for span, rows in _whole_rows(data, group, readers):
             exact = weighted = rows.double()
             if lookups is not None:
-                weighted = exact * _weights(data, lookups[data.name], span)
+                weighted = exact * _row_weights(data, lookups[data.name], span)
             gram += (exact.T @ weighted).cpu()
-    _add_up_([*found.values()], group)
-    return found
+    _add_up_([*grams.values()], group)
+    return grams
 
 
 def share_(matrices: Sequence[Tensor], group: Group) -> None:
-    """Overwrite matrices by those of the group's first rank. Collective over ``group``: one
+    """Broadcast the matrices of the group's first rank, in place. Collective over ``group``: one
     all-reduce."""
     if group.rank:
         for matrix in matrices:
@@ -67,79 +67,86 @@ def turn_(data: ShardedData, basis: Tensor, group: Group) -> None:
 
 
 def change_rows_(data: ShardedData, change: Callable[[Tensor], Tensor], group: Group) -> None:
-    """Replace whole rows in place by what ``change`` makes of some of them, ``(n, columns)``, in
-    any floating dtype. Collective over ``group`` if column borders cut the table: an all-to-all for
-    about a million elements."""
+    """Replace rows in place by ``change`` of them. Collective over ``group`` if column borders cut
+    the table: one all-to-all per chunk of about a million elements.
+
+    Args:
+        change: takes some whole rows, ``(n, columns)``, and returns as many, in any floating dtype.
+    """
     readers = [list(dict.fromkeys(map(_rows_of, rects))) for rects in data.tiling]
     for span, rows in _whole_rows(data, group, readers):
         changed = change(rows)
-        # Column cuts of a rank may be several shards of the same rows.
+        # A rank may hold several shards of the same rows.
         for rect, weight in data.shards:
-            if _common(span, _rows_of(rect)) == span:
+            if _overlap(span, _rows_of(rect)) == span:
                 own = changed[:, rect.col : rect.col_end]
                 weight.data[_within(span, rect.row)] = own.to(weight.dtype)
 
 
 def _add_up_(matrices: Sequence[Tensor], group: Group) -> None:
     """Replace matrices by their sums over ranks, all in one message."""
-    # torch can't put an empty list together.
+    # parameters_to_vector() fails for an empty list.
     if matrices:
         vector_to_parameters(group.all_reduce(parameters_to_vector(matrices)), matrices)
 
 
-def _weights(data: ShardedData, lookups: Sequence[Tensor], span: range) -> Tensor:
-    """Return the weights of rows whose first elements this rank has: float64 ``(rows, 1)``."""
-    [counts, *_] = [
-        counts[_within(span, rect.row)]
-        for (rect, _), counts in zip(data.shards, lookups, strict=True)
-        if rect.col == 0 and span.start in _rows_of(rect)
-    ]
-    return 1 + counts.double().unsqueeze(1)
+def _row_weights(data: ShardedData, lookups: Sequence[Tensor], span: range) -> Tensor:
+    """Return the weights of rows, float64 ``(rows, 1)``. This rank has their first elements.
+
+    Args:
+        lookups: the counts of each shard's rows.
+        span: the numbers of the rows, all of one shard.
+    """
+    for (rect, _), counts in zip(data.shards, lookups, strict=True):
+        if rect.col == 0 and span.start in _rows_of(rect):
+            return 1 + counts[_within(span, rect.row)].double().unsqueeze(1)
+    raise AssertionError(f"This rank has no shard with the first elements of the rows {span}.")
 
 
 def _whole_rows(
     data: ShardedData, group: Group, readers: Sequence[Sequence[range]]
 ) -> Iterator[tuple[range, Tensor]]:
-    """Yield the rows that this rank reads, chunk by chunk: their global numbers, and
+    """Yield the rows that this rank reads, chunk by chunk: their global numbers, and their values,
     ``(rows, columns)``, possibly a view. Collective over ``group`` if column borders cut the table.
 
     Args:
-        readers: for each group rank the rows that it reads, each once, all of one shard each.
+        readers: for each group rank the rows that it reads, without repeats. Each range is the rows
+            of one shard.
     """
-    # A table of very many columns still moves by a row.
+    # At least one row, however many columns it has.
     step = max(1, _CHUNK // data.shape[1])
     if not data.has_whole_rows:
         for top in range(0, data.shape[0], step):
-            yield from _exchanged(data, group, readers, range(top, top + step))
+            yield from _assembled_rows(data, group, readers, range(top, top + step))
         return
-    # A reader reads its own shards: nothing is sent.
+    # Readers have their rows whole: nothing is sent.
     held = {_rows_of(rect): weight.data for rect, weight in data.shards}
     for rows in readers[group.rank]:
         for start in range(0, len(rows), step):
-            # Numbers of a range are sliced without being made.
+            # A slice of a range is a range.
             chunk = rows[start : start + step]
             yield chunk, held[rows][_within(chunk, rows.start)]
 
 
-def _exchanged(
+def _assembled_rows(
     data: ShardedData, group: Group, readers: Sequence[Sequence[range]], chunk: range
 ) -> Iterator[tuple[range, Tensor]]:
-    """Yield the rows of a chunk that this rank reads, put together. Collective over ``group``: one
-    all-to-all."""
-    # A rank without a shard sends nothing, but takes part.
-    device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
+    """Yield the rows of a chunk that this rank reads, assembled from the shards of all ranks.
+    Collective over ``group``: one all-to-all, in which ranks without shards take part too."""
     held = dict(data.shards)
     found: dict[range, Tensor] = {}
     for wanted in readers[group.rank]:
-        if rows := _common(wanted, chunk):
-            found[rows] = torch.empty(len(rows), data.shape[1], dtype=data.dtype, device=device)
+        if rows := _overlap(wanted, chunk):
+            found[rows] = torch.empty(
+                len(rows), data.shape[1], dtype=data.dtype, device=data.device
+            )
     parcels = Parcels(group)
     arriving: list[tuple[Tensor, Callable[[], Tensor]]] = []
-    # Both sides loop in the same order: parcels have no names.
+    # Parcels are told apart by their order only: all ranks run the same loop.
     for sender, reader in product(range(group.size), repeat=2):
         for rect, wanted in product(data.owned(sender), readers[reader]):
-            span = _common(wanted, chunk)
-            rows = _common(span, _rows_of(rect))
+            span = _overlap(wanted, chunk)
+            rows = _overlap(span, _rows_of(rect))
             if not rows:
                 continue
             if sender == group.rank:
@@ -147,7 +154,7 @@ def _exchanged(
             if reader == group.rank:
                 place = found[span][_within(rows, span.start), rect.col : rect.col_end]
                 arriving.append((place, parcels.expect(sender, place.shape, data.dtype)))
-    parcels.exchange(device)
+    parcels.exchange(data.device)
     for place, read in arriving:
         place.copy_(read())
     yield from found.items()
@@ -157,36 +164,37 @@ def _rows_of(rect: Rect) -> range:
     return range(rect.row, rect.row_end)
 
 
-def _common(rows: range, others: range) -> range:
+def _overlap(rows: range, others: range) -> range:
     """Return the rows in both ranges, empty if there are none."""
     return range(max(rows.start, others.start), min(rows.stop, others.stop))
 
 
 def _within(rows: range, first: int) -> slice:
-    """Return the place of rows in a tensor that begins with the row ``first``."""
+    """Return the slice of rows in a tensor that begins with the row ``first``."""
     return slice(rows.start - first, rows.stop - first)
 
 
 # Bases in which few columns hold most of a table: pure functions of Gram matrices ``G = W^T W``,
 # in float64.
 #
-# A basis ``R`` ``(columns, columns)`` replaces a table ``W`` by ``W @ R``, whose columns hold less
-# and less. Columns of ``W`` that are zero, such as removed ones, have a zero on the diagonal of
-# ``G``: they take no part and become the last ones, exactly zero.
+# A basis ``R`` ``(columns, columns)`` replaces a table ``W`` by ``W @ R``, whose columns are in
+# descending order of the information they hold. Columns of ``W`` that are zero, such as removed
+# ones, have a zero on the diagonal of ``G``: they take no part and become the last ones, exactly
+# zero.
 
 
-# Part of the largest eigenvalue below which a smaller one is raised, so that a basis can be
-# inverted.
-_LEAST = 1e-10
+# Eigenvalues below this fraction of the largest one are raised to it, so that a basis has an
+# inverse.
+_SMALLEST_RATIO = 1e-10
 
 
 def bases_of(grams: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the bases of tables whose rows meet in dot products, by name: of two the balanced
-    ones, otherwise one for all.
+    """Return by name the bases of tables that are rotated together: the balanced bases of two
+    tables, otherwise one basis for all.
 
     Args:
         grams: Gram matrices of all tables, by name.
-        names: of the tables that meet.
+        names: of the tables that are rotated together.
 
     Raises:
         ValueError: weights are not finite.
@@ -221,8 +229,10 @@ def common_basis(grams: Sequence[Tensor]) -> Tensor:
     ).sum(0)
     # A column of zeros takes no part.
     used = total.diagonal().nonzero().flatten()
-    # eigh() returns ascending eigenvalues; the first columns are to hold the most.
-    return _placed(torch.linalg.eigh(_part(total, used)).eigenvectors.flip(1), used, len(total))
+    # flip(): eigh() returns ascending eigenvalues, and the first column is to hold the most.
+    return _full_basis(
+        torch.linalg.eigh(_submatrix(total, used)).eigenvectors.flip(1), used, len(total)
+    )
 
 
 def paired_bases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,29 +253,32 @@ def paired_bases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         >>> torch.allclose(user @ r_user @ (item @ r_item).T, user @ item.T)
         True
     """
-    # A column that one table lacks adds nothing to a dot product.
+    # A column that is zero in one table adds nothing to a dot product.
     used = ((first.diagonal() != 0) & (second.diagonal() != 0)).nonzero().flatten()
-    (root_a, inverse_a), (root_b, inverse_b) = _root(_part(first, used)), _root(_part(second, used))
+    root_a, inverse_a = _root(_submatrix(first, used))
+    root_b, inverse_b = _root(_submatrix(second, used))
     left, singular, right = torch.linalg.svd(root_a.T @ root_b)
     scale = singular.sqrt()
-    basis_a = _placed(inverse_a.T @ left * scale, used, len(first))
-    return basis_a, _placed(inverse_b.T @ right.T * scale, used, len(first))
+    basis_a = _full_basis(inverse_a.T @ left * scale, used, len(first))
+    return basis_a, _full_basis(inverse_b.T @ right.T * scale, used, len(first))
 
 
 def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """``L`` with ``L @ L.T`` equal to ``gram``, and its inverse."""
+    """Return ``L`` with ``L @ L.T`` equal to ``gram``, and its inverse."""
     values, vectors = torch.linalg.eigh(gram)
     # G = V diag(values) V^T, so L = V diag(sqrt(values)).
-    scale = values.clamp(min=_LEAST * float(values.max()) if len(values) else 0).sqrt()
+    scale = values.clamp(min=_SMALLEST_RATIO * float(values.max()) if len(values) else 0).sqrt()
     return vectors * scale, (vectors / scale).T
 
 
-def _part(gram: Tensor, used: Tensor) -> Tensor:
+def _submatrix(gram: Tensor, used: Tensor) -> Tensor:
+    """Return the rows and columns ``used`` of a matrix."""
     return gram[used.unsqueeze(1), used]
 
 
-def _placed(basis: Tensor, used: Tensor, size: int) -> Tensor:
-    """``basis`` over the used columns, which become the first; the others follow as they are."""
+def _full_basis(basis: Tensor, used: Tensor, size: int) -> Tensor:
+    """Return a basis over the ``used`` columns as one over all ``size`` columns. The used columns
+    become the first ones; the others follow unchanged."""
     unused = torch.ones(size, dtype=torch.bool).index_fill_(0, used, False).nonzero().flatten()
     whole = torch.zeros(size, size, dtype=basis.dtype)
     whole[used, : len(used)] = basis

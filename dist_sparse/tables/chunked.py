@@ -1,10 +1,10 @@
 """Global tensors whose rectangles are on several ranks, as torch.distributed.checkpoint saves and
 loads them.
 
-DCP asks a tensor for what this rank writes (``__create_write_items__``) and for what it wants
-(``__create_chunk_list__``), both in global coordinates, and brings what was written on any number
-of ranks to what is wanted. So a checkpoint of N ranks loads on M. DCP checks when it saves that the
-chunks of all ranks cover the tensor and do not overlap; it does not check what it loads.
+DCP asks a tensor for the chunks that this rank writes (``__create_write_items__``) and needs
+(``__create_chunk_list__``), both in global coordinates, and fills the needed chunks from chunks
+that any number of ranks have written. So a checkpoint of N ranks loads on M. When DCP saves, it
+checks that the chunks of all ranks tile the tensor; when it loads, it checks nothing.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Offset = tuple[int, ...]
 
 
 class ChunkedTensor(torch.Tensor):
-    """A global tensor with some of its elements here. It has no data of its own and can't be
-    computed with.
+    """A global tensor, some of whose elements are here. It has no storage of its own and supports
+    no computation.
 
     Args:
         size: global.
-        dtype: of all chunks.
+        dtype: the dtype of all chunks.
         writes: ``(offset, tensor)`` of the chunks that this rank saves; over all ranks they tile
             the tensor.
         wants: ``(offset, size)`` of the chunks that this rank needs when it loads; they may
             overlap.
-        kept: what this rank's own copy of the state needs if it is not DCP that saves it; plain
-            data and tensors.
+        kept: plain data and tensors that this rank's copy of the state needs in addition, if
+            torch.save and not DCP saves it.
 
     Attributes:
-        loaded: the chunks that were wanted, once DCP has asked for them; zero where a checkpoint
-            has a hole. None before.
+        loaded: the wanted chunks, once DCP has asked for them; zero where the checkpoint has a
+            hole. None before.
     """
 
     writes: list[tuple[Offset, Tensor]]
@@ -52,13 +52,15 @@ class ChunkedTensor(torch.Tensor):
         wants: Sequence[tuple[Offset, Offset]],
         kept: Sequence[dict[str, Any]] = (),
     ) -> ChunkedTensor:
-        # Without storage: a global tensor of the size of a table would not fit.
-        made: ChunkedTensor = torch.Tensor._make_wrapper_subclass(
+        # Without storage: memory for the whole table may not exist on one rank.
+        tensor: ChunkedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=dtype
         )
-        made.writes, made.wants, made.kept = list(writes), list(wants), list(kept)
-        made.loaded = None
-        return made
+        tensor.writes = list(writes)
+        tensor.wants = list(wants)
+        tensor.kept = list(kept)
+        tensor.loaded = None
+        return tensor
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import (
@@ -85,7 +87,7 @@ class ChunkedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        # Zero: DCP leaves what no chunk of the checkpoint covers as it is.
+        # Zeros: DCP writes only elements that a chunk of the checkpoint covers.
         self.loaded = [torch.zeros(size, dtype=self.dtype) for _, size in self.wants]
         return [
             ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
@@ -93,14 +95,14 @@ class ChunkedTensor(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        # The index is that of the chunk list: chunks that overlap may begin together.
+        # When loading, by number: chunks that overlap may have one offset.
         if self.loaded is not None:
-            at: int = index.index
-            return self.loaded[at]
+            number: int = index.index
+            return self.loaded[number]
         return next(chunk for offset, chunk in self.writes if torch.Size(offset) == index.offset)
 
     def pieces(self) -> dict[Offset, Tensor]:
-        """Return the chunks that DCP has loaded, or else those to be saved, by offset."""
+        """Return by offset the chunks that DCP has loaded, or the chunks to save before that."""
         if self.loaded is None:
             return dict(self.writes)
         return dict(zip([offset for offset, _ in self.wants], self.loaded, strict=True))
@@ -109,9 +111,8 @@ class ChunkedTensor(torch.Tensor):
         chunks = f"writes {len(self.writes)} chunks, wants {len(self.wants)}"
         return f"{type(self).__name__}({list(self.size())}, {self.dtype}, {chunks})"
 
-    def __reduce_ex__(
-        self, protocol: Any
-    ) -> Any:  # that of a tensor can't be loaded by torch.load(map_location=...)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch.load(map_location=...) can't load what Tensor.__reduce_ex__() returns here.
         return type(self), (self.size(), self.dtype, self.writes, self.wants, self.kept)
 
     @classmethod
@@ -122,13 +123,13 @@ class ChunkedTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What the stagers of ``async_save`` and copies of a state need."""
+        """Support the operations that copies of a state and DCP's stagers use, and no others."""
         aten = torch.ops.aten
         self = args[0]
         # Views share their chunks, as views of a tensor share its storage.
         if func in (aten.detach.default, aten.alias.default):
             return self._with(self.__dict__)
-        # In new memory, and whole: a stager copies its contents into what it has made this way.
+        # New memory with the same contents, also for new_empty(): a stager copies into it later.
         if func in (
             aten.clone.default,
             aten._to_copy.default,

@@ -1,16 +1,15 @@
 """The tables of a model, on request its dense parameters too, and the paths of its modules.
 
-:class:`ModelTables` walks a DistributedModelParallel, a DDP module or a plain module. It imports
-torch only: TorchRec's modules are handled behind :func:`torchrec_port`, the one way from the rest
-of the package to TorchRec. Each ``locate()`` repeats the walk, so that its result is never stale.
-Nothing here communicates.
+:class:`ModelTables` walks a DistributedModelParallel, a DDP module or a plain module. Each
+``locate()`` repeats the walk, so that its result is never stale. Nothing here communicates.
+
+This module imports torch only: :func:`torchrec_port` is the package's only way to TorchRec.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import itertools
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -40,28 +39,27 @@ from dist_sparse.tables.shards import (
 
 Patterns = str | Sequence[str] | None
 
-# Where wrappers keep the user's module: DMP, torch.compile, FSDP, activation checkpointing. These
-# attributes are no part of the fully qualified names in a state_dict.
+# The attributes in which DMP, torch.compile, FSDP and activation checkpointing keep the user's
+# module. Fully qualified names in a state_dict leave them out.
 _WRAPPED = {
     "_dmp_wrapped_module",
     "_orig_mod",
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
-    # Many a user's attribute is called "module". By name of the class, for those of other packages
-    # (apex) too.
+    # With the class: users have attributes called "module" too. By its name: apex has such classes.
     "DataParallel.module",
     "DistributedDataParallel.module",
 }
 
 
 def torchrec_port() -> TorchRecPort | None:
-    """Return what the package needs of TorchRec; None until the program has imported torchrec, as
-    it has if a model holds modules of TorchRec.
+    """Return the package's interface to TorchRec. None until the program has imported torchrec, as
+    it has if a model contains modules of TorchRec's.
 
     Raises:
         ImportError: the installed releases do not fit, or lack private names that are needed.
     """
-    # A model without modules of TorchRec's must not pay for the import, which takes seconds.
+    # Other models must not pay for the import, which takes seconds.
     if "torchrec" not in sys.modules:
         return None
     # Not above: the package needs torch alone.
@@ -90,15 +88,16 @@ def _collection(module: nn.Module) -> TableCollection | None:
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     """Return all modules of ``model`` by their path from the user's own module, which is ``""``.
 
-    Wrappers (DMP, DDP, FSDP, torch.compile, activation checkpointing) add nothing to a path, which
-    is that of the module inside them. A module that is reached twice has its first path.
+    A wrapper (DMP, DDP, FSDP, torch.compile, activation checkpointing) has the path of the module
+    inside it, and the module inside replaces it here. A module that is reached twice has its first
+    path.
     """
     return {at.path: at.module for at in _places(model, set())}
 
 
 class ModelTables:
-    """The tables of a model, and on request its dense parameters, to be registered. Selected by the
-    first :meth:`locate`. Does not communicate.
+    """The tables of a model, and on request its dense parameters, to be registered. The first
+    :meth:`locate` selects them. Does not communicate.
 
     Args:
         model: a ``DistributedModelParallel``, a DDP module, or any module.
@@ -123,75 +122,81 @@ class ModelTables:
                 f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module."
             )
         self.model = model
-        # None is all.
+        # None selects all.
         self._include = None if include is None else name_list("include", include)
         self._exclude = name_list("exclude", exclude)
         self._dense = None if dense is True else name_list("dense", dense or ())
         self._slots = slots
+        # Registered names by fully qualified name; None before the first locate().
         self._names: dict[str, str] | None = None
-        self._found: dict[str, _Found] = {}
+        # As found by the last walk, by registered name.
+        self._entries: _ByName = {}
 
     def locate(self, names: Collection[str] | None = None) -> list[ShardedData]:
-        """Return the selected tensors as they are stored now, in the order of the model. Walks it;
-        does not communicate. The first call selects; later ones return what is left of its
-        selection, under the same names.
+        """Return the selected tensors as they are stored now, in the order of the model. Walks the
+        model; does not communicate. The first call selects; later calls return what the model
+        still contains of the selection, under the same names.
 
         Args:
             names: which of them; None is all.
 
         Raises:
             ValueError: nothing is selected, a pattern matches nothing, or something selected can't
-                be sparsified; the model may have changed since.
+                be sparsified. The model may have changed since the selection.
         """
-        walked = _Walk(slots=self._slots).found_in(self.model)
-        # Checked once: of 1,000 ranks the rectangles take long to compare.
-        first = self._names is None
-        if self._names is None:
-            self._names = {found.fqn: name for name, found in self._select(walked).items()}
-        known = self._names
-        self._found = {known[found.fqn]: found for found in walked if found.fqn in known}
-        wanted = self._found.keys() if names is None else names
+        is_first = self._names is None
+        self._walk()
+        wanted = self._entries.keys() if names is None else names
         # One reading of a collection serves all its tables. It has views of their weights, and must
         # not outlive this call: a reshard replaces them.
         read = cache(collection_of)
-        located = []
-        for name, found in self._found.items():
-            if name in wanted:
-                located.append(found.locate(name, read))
-        if first:
+        located = [
+            entry.locate(name, read) for name, entry in self._entries.items() if name in wanted
+        ]
+        # Once: with 1,000 ranks, comparing the rectangles takes long.
+        if is_first:
             for data in located:
                 check_data(data)
         return located
 
+    def _walk(self) -> None:
+        """Find the selected entries in the model; the first time, select them."""
+        walked = _Walk(slots=self._slots).entries_in(self.model)
+        if self._names is None:
+            self._names = {entry.fqn: name for name, entry in self._select(walked).items()}
+        names = self._names
+        self._entries = {names[entry.fqn]: entry for entry in walked if entry.fqn in names}
+
     def find(self, name: str) -> ShardedData:
-        """Return one table that was located before, as it is stored now. Does not walk the model.
+        """Return one table that was located before, as it is stored now. Walks the model only if it
+        has changed since.
 
         Raises:
-            ValueError: it is no longer where it was.
+            ValueError: the model no longer contains it.
         """
-        # Found in the last walk. A model that has changed since is walked again.
-        found = self._found.get(name)
-        if found is not None and found.present(self.model):
-            return found.locate(name, collection_of)
+        entry = self._entries.get(name)
+        if entry is not None and entry.is_in(self.model):
+            return entry.locate(name, collection_of)
         for data in self.locate([name]):
             return data
         raise ValueError(f"The registered table {name!r} is no longer in the model.")
 
-    def _select(self, walked: list[_Found]) -> _Named:
-        tables: _Named = {}
-        parameters: _Named = {}
-        for name, found in _named(walked).items():
-            kind = tables if found.dense is None else parameters
-            kind[name] = found
+    def _select(self, walked: list[_Entry]) -> _ByName:
+        """Return the entries that include, exclude and dense select."""
+        tables: _ByName = {}
+        parameters: _ByName = {}
+        for name, entry in _by_unique_name(walked).items():
+            kind = tables if entry.dense is None else parameters
+            kind[name] = entry
         hint = " Dense parameters are selected by dense=."
         chosen = _matching("include", self._include, tables, "tables", hint)
         chosen = chosen | _matching("dense", self._dense, parameters, "parameters")
-        # Parameters that were not selected are no candidates: a pattern for them is a mistake.
+        # A pattern that excludes only parameters that were not selected is a mistake.
         for name in _matching("exclude", self._exclude, tables | chosen, "tables"):
             chosen.pop(name, None)
         refuse(
             {
-                f"include and exclude leave none of the tables {_listed(tables)}.": (
+                f"include and exclude leave none of the tables {_list_names(tables)}.": (
                     tables and not chosen
                 ),
                 f"{type(self.model).__name__} holds no tables: no TorchRec collection,"
@@ -202,8 +207,15 @@ class ModelTables:
 
 
 class _Place(NamedTuple):
-    """A module, its path, the attributes that lead to it from the model, and its own path inside
-    the innermost DDP around it."""
+    """Where a module is in a model.
+
+    Args:
+        module: the module.
+        path: from the user's own module, without wrappers.
+        trail: the attributes that lead to it from the model, wrappers included.
+        inside: the attributes that lead to it from the innermost DDP around it.
+        ddp: that DDP module.
+    """
 
     module: nn.Module
     path: str = ""
@@ -223,7 +235,7 @@ class _Place(NamedTuple):
 
     def ranks(self, parameter: str) -> tuple[int, ...] | None:
         """Return the ranks that hold a copy of a parameter of the module; None is this one."""
-        # What TorchRec's wrapper told DDP to leave out: other ranks hold other parts of it. Its
+        # TorchRec tells DDP to ignore sharded tables, of which other ranks hold other parts. These
         # names are paths inside DDP.
         ignored = getattr(self.ddp, "parameters_to_ignore", ())
         if self.ddp is None or _join(self.inside, parameter) in ignored:
@@ -232,8 +244,8 @@ class _Place(NamedTuple):
 
 
 def _places(model: nn.Module, seen: set[int]) -> Iterator[_Place]:
-    """Yield the modules of a model, each once, before those below it; not those that the caller
-    has added to ``seen``, by id, nor what is below them only."""
+    """Yield the modules of a model, each once and before its children. Modules whose id the caller
+    adds to ``seen`` are left out, and so are modules that only they contain."""
     waiting = [_Place(model)]
     while waiting:
         at = waiting.pop()
@@ -241,9 +253,8 @@ def _places(model: nn.Module, seen: set[int]) -> Iterator[_Place]:
             continue
         seen.add(id(at.module))
         yield at
-        # Only now: the caller may have added what is below.
-        children = [at.child(*each) for each in at.module.named_children()]
-        # A stack: reversed, so that the first child is taken next, in the order of named_modules().
+        children = [at.child(*named) for named in at.module.named_children()]
+        # A stack: reversed, so that modules come in the order of named_modules().
         waiting += reversed(children)
 
 
@@ -251,15 +262,16 @@ _Read = Callable[[nn.Module], TableCollection]
 
 
 @dataclass(frozen=True)
-class _Found:
-    """Something in the model.
+class _Entry:
+    """A table or dense parameter in a model, or a module that is refused if it is selected.
 
     Args:
-        name: its own.
-        path: of the module that gave it its name.
+        name: its own name, perhaps not unique.
+        path: of the module in which the name is unique.
         fqn: fully qualified name.
         at: the module that holds it.
-        locate: looks it up under a registered name, with a function that reads collections.
+        locate: returns its data under a registered name, or raises; called with the name and a
+            function that reads collections.
         dense: the parameter, if it is no embedding table.
     """
 
@@ -270,77 +282,82 @@ class _Found:
     locate: Callable[[str, _Read], ShardedData]
     dense: nn.Parameter | None = None
 
-    def present(self, model: nn.Module) -> bool:
-        """Whether the module that holds it is still where it was."""
-        # By attributes: a path leaves wrappers out, and get_submodule() knows nothing of them.
+    def is_in(self, model: nn.Module) -> bool:
+        """Whether the module that holds it is still in its place."""
+        # get_submodule() needs the attributes of wrappers too, which a path leaves out.
         try:
             return model.get_submodule(self.at.trail) is self.at.module
         except AttributeError:
             return False
 
 
-# What is in a model, by unique name.
-_Named = dict[str, _Found]
+# Entries by unique name.
+_ByName = dict[str, _Entry]
 
 
 class _Walk:
-    """One pass over a model. What is reached twice counts once, under the name that comes first."""
+    """One pass over a model. A weight that is reached twice counts once, under its first name."""
 
     def __init__(self, *, slots: bool) -> None:
         self._seen: set[int] = set()
-        # A module without a bias has None in its place.
+        # By id. A module without a bias has None in its place: never an entry.
         self._seen_dense = {id(None)}
         self._table_weights: set[int] = set()
         self._slots = slots
 
-    def found_in(self, model: nn.Module) -> list[_Found]:
-        """Return everything in a model, in its order."""
-        found: list[_Found] = []
+    def entries_in(self, model: nn.Module) -> list[_Entry]:
+        """Return all entries of a model, in its order."""
+        entries: list[_Entry] = []
         for at in _places(model, self._seen):
-            found += self._held_by(at)
+            entries += self._entries_at(at)
         # A weight that an embedding shares with another module is a table, whichever comes first.
-        return [each for each in found if id(each.dense) not in self._table_weights]
+        return [entry for entry in entries if id(entry.dense) not in self._table_weights]
 
-    def _held_by(self, at: _Place) -> Iterator[_Found]:
-        module, label = at.module, at.path.replace(".", "/")
+    def _entries_at(self, at: _Place) -> Iterator[_Entry]:
+        module = at.module
+        label = at.path.replace(".", "/")
         reason = self._refusal(module)
         if reason is not None:
-            # Whether it is selected, and so refused, is not known yet.
-            self._take_whole(module)
+            # Not refused yet: exclude= may leave it out.
+            self._skip_below(module)
             kind = type(module).__name__
-            yield _Found(label or kind, "", at.path, at, partial(_refused, kind, at.path, reason))
+            refuse_it = partial(_refuse_entry, kind, at.path, reason)
+            yield _Entry(label or kind, "", at.path, at, refuse_it)
             return
         collection = _collection(module)
         if collection is not None:
-            self._take_whole(module)
-            yield from (self._sharded if collection.is_sharded else self._unsharded)(collection, at)
+            self._skip_below(module)
+            if collection.is_sharded:
+                yield from self._sharded_tables(collection, at)
+            else:
+                yield from self._unsharded_tables(collection, at)
             return
-        if self._note_weight(module):
+        if self._add_table_weight(module):
             yield from self._table(at, label or "weight", "")
         yield from self._dense_parameters(at)
 
-    def _take_whole(self, holder: nn.Module) -> None:
-        """Leave out what is below a module that is taken as a whole."""
-        # By id, as these sets hold tensors too, whose == compares elements.
+    def _skip_below(self, holder: nn.Module) -> None:
+        """Leave out all modules below one."""
         for module in holder.modules():
             self._seen.add(id(module))
-            self._note_weight(module)
+            self._add_table_weight(module)
 
-    def _note_weight(self, module: nn.Module) -> bool:
-        """Note the weight of an embedding of torch's, which is no dense parameter; return whether
-        the module is one."""
+    def _add_table_weight(self, module: nn.Module) -> bool:
+        """Note that the weight of an embedding of torch's is no dense parameter; return whether the
+        module is an embedding."""
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if is_embedding:
-            # A parametrized one has no weight of its own: then the module stands for it.
+            # A parametrized embedding has no such parameter: any id without meaning will do.
             self._table_weights.add(id(module._parameters.get("weight", module)))
         return is_embedding
 
     def _refusal(self, module: nn.Module) -> str | None:
-        # Collections of this package whose rows are slots.
+        """Return why the tables of a module can't be sparsified; None if they can."""
+        # Set by this package's following() collections, whose rows are slots.
         reason: str | None = getattr(module, "refused", None)
         if reason is not None and not self._slots:
             return reason
-        # By its method, as FBGEMM may not be installed.
+        # By its method: FBGEMM may not be installed.
         if hasattr(module, "split_embedding_weights"):
             return (
                 "a bare FBGEMM table batch has no table names; use TorchRec's collections, or"
@@ -349,14 +366,14 @@ class _Walk:
         port = torchrec_port()
         return port.refusal(module) if port else None
 
-    def _sharded(self, collection: TableCollection, at: _Place) -> Iterator[_Found]:
+    def _sharded_tables(self, collection: TableCollection, at: _Place) -> Iterator[_Entry]:
         for table in collection.tables:
             fqn = collection.fqn(at.path, table.name)
-            locate = partial(_sharded, at.module, table.name, fqn)
-            yield _Found(table.name, at.path, fqn, at, locate)
+            locate = partial(_sharded_table, at.module, table.name, fqn)
+            yield _Entry(table.name, at.path, fqn, at, locate)
 
-    def _unsharded(self, collection: TableCollection, at: _Place) -> Iterator[_Found]:
-        # Each embedding is a place of its own: DDP may ignore some tables of a collection.
+    def _unsharded_tables(self, collection: TableCollection, at: _Place) -> Iterator[_Entry]:
+        # A place for each table: DDP may ignore some tables of a collection.
         embeddings = collection.embeddings()
         for table in collection.tables:
             place = at.child(f"{collection.attribute}.{table.name}", embeddings[table.name])
@@ -364,49 +381,49 @@ class _Walk:
 
     def _table(
         self, at: _Place, name: str, path: str, features: tuple[str, ...] = ()
-    ) -> Iterator[_Found]:
-        """An embedding module of torch's: one replica per rank of the DDP around it, or all of it
-        here."""
-        # Not .weight, which would compute a parametrized one.
+    ) -> Iterator[_Entry]:
+        """Yield the table of an embedding of torch's, unless its weight was yielded before."""
+        # Not .weight, which would compute a parametrized weight.
         weight = at.module._parameters.get("weight")
         if weight is None or id(weight) not in self._seen:
             self._seen.add(id(weight))
             fqn = _join(at.path, "weight")
-            locate = partial(_replica, at, "weight", fqn, features)
-            yield _Found(name, path, fqn, at, locate)
+            locate = partial(_replicated, at, "weight", fqn, features)
+            yield _Entry(name, path, fqn, at, locate)
 
-    def _dense_parameters(self, at: _Place) -> Iterator[_Found]:
-        """The parameters that a module holds itself and that are no table."""
+    def _dense_parameters(self, at: _Place) -> Iterator[_Entry]:
+        """Yield the parameters of a module itself, each once in a model."""
         for name, parameter in at.module._parameters.items():
             if id(parameter) in self._seen_dense:
                 continue
-            # Not in _seen: an embedding that comes later may share it, and is a table.
+            # Not in _seen: a later embedding may share it, and then it is a table.
             self._seen_dense.add(id(parameter))
             fqn = _join(at.path, name)
             label = fqn.replace(".", "/")
-            locate = partial(_replica, at, name, fqn, ())
-            yield _Found(label, "", fqn, at, locate, parameter)
+            locate = partial(_replicated, at, name, fqn, ())
+            yield _Entry(label, "", fqn, at, locate, parameter)
 
 
-def _sharded(module: nn.Module, table: str, fqn: str, name: str, read: _Read) -> ShardedData:
+def _sharded_table(module: nn.Module, table: str, fqn: str, name: str, read: _Read) -> ShardedData:
     return read(module).locate(table, fqn, name)
 
 
-def _replica(
+def _replicated(
     at: _Place, attribute: str, fqn: str, features: tuple[str, ...], name: str, _: _Read
 ) -> ShardedData:
-    """A parameter that every rank of the DDP around it holds whole."""
+    """Return the data of a parameter that every rank of the DDP around it holds whole, or this rank
+    alone."""
     parameter = at.module._parameters.get(attribute)
     ranks = at.ranks(attribute)
-    if (reason := _no_matrix(parameter)) is not None:
+    if (reason := _reason_against(parameter)) is not None:
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")
     assert parameter is not None
-    # Of .data: autograd must not see the masks being applied.
+    # Of .data: autograd must not see that masks are applied.
     view = parameter.data.view(matrix_shape(parameter.shape))
     return whole(name, view, ranks, fqn=fqn, features=features)
 
 
-def _no_matrix(parameter: Any) -> str | None:
+def _reason_against(parameter: Any) -> str | None:
     """Return why a parameter can't be masked; None if it can."""
     if parameter is None:
         return "is computed (parametrized, or flattened by FSDP); only parameters can be masked"
@@ -419,9 +436,9 @@ def _no_matrix(parameter: Any) -> str | None:
     return None
 
 
-def _refused(kind: str, path: str, reason: str, name: str, _: _Read) -> ShardedData:
+def _refuse_entry(kind: str, path: str, reason: str, name: str, _: _Read) -> ShardedData:
     if not path:
-        # The model itself has no path by which it could be left out.
+        # The model itself can't be left out.
         raise ValueError(f"The tables of {kind} can't be sparsified: {reason}.")
     raise ValueError(
         f"The tables of {kind} at {path!r} can't be sparsified: {reason}. It can be left out:"
@@ -429,48 +446,49 @@ def _refused(kind: str, path: str, reason: str, name: str, _: _Read) -> ShardedD
     )
 
 
-def _named(walked: list[_Found]) -> _Named:
-    """Names that are unique in the model: a table's own name, or module path and name where several
-    things have it."""
-    # State is saved by name, so that a name must not depend on what is selected.
-    times = Counter(each.name for each in walked)
-    named: _Named = {}
-    for each in walked:
-        name = each.name
+def _by_unique_name(walked: list[_Entry]) -> _ByName:
+    """Return entries by a name that is unique in the model: their own, or module path and name
+    where several have the same."""
+    # Of all entries, not of the selected ones: state is saved by name, so that a name must not
+    # depend on the selection.
+    times = Counter(entry.name for entry in walked)
+    by_name: _ByName = {}
+    for entry in walked:
+        name = entry.name
         if times[name] > 1:
-            name = _join(each.path, name, "/").replace(".", "/")
-        if name in named:
-            fqns = f"{named[name].fqn}, {each.fqn}"
+            name = _join(entry.path, name, "/").replace(".", "/")
+        if name in by_name:
+            fqns = f"{by_name[name].fqn}, {entry.fqn}"
             raise ValueError(f"Two tables would be called {name!r}: {fqns}. Rename one of them.")
-        named[name] = each
-    return named
+        by_name[name] = entry
+    return by_name
 
 
 def _matching(
-    option: str, patterns: Sequence[str] | None, named: _Named, kind: str, hint: str = ""
-) -> _Named:
-    """Return what one of the patterns of an option matches, by name or fully qualified name; None
-    matches all, and may match nothing."""
+    option: str, patterns: Sequence[str] | None, named: _ByName, kind: str, hint: str = ""
+) -> _ByName:
+    """Return the entries that a pattern of an option matches, by name or fully qualified name. None
+    matches all, even if there are none; a pattern must match something."""
     if patterns is None:
         return named
-    matching: _Named = {}
+    matching: _ByName = {}
     for pattern in patterns:
-        here = {
-            name: found
-            for name, found in named.items()
-            if fnmatch.filter([name, found.fqn], pattern)
+        matches = {
+            name: entry
+            for name, entry in named.items()
+            if fnmatch.filter([name, entry.fqn], pattern)
         }
-        if not here:
+        if not matches:
             raise ValueError(
                 f"Invalid {option} pattern {pattern!r}: matches none of the {kind}"
-                f" {_listed(named)}.{hint}"
+                f" {_list_names(named)}.{hint}"
             )
-        matching |= here
+        matching |= matches
     return matching
 
 
-def _listed(named: _Named) -> str:
-    names = [f"{name} ({found.fqn})".removesuffix(f" ({name})") for name, found in named.items()]
+def _list_names(named: _ByName) -> str:
+    names = [f"{name} ({entry.fqn})".removesuffix(f" ({name})") for name, entry in named.items()]
     if len(names) > 20:
         names[20:] = [f"and {len(names) - 20} more"]
     return ", ".join(names) or "(there are none)"
@@ -480,24 +498,23 @@ def _join(path: str, name: str, separator: str = ".") -> str:
     return f"{path}{separator}{name}" if path else name
 
 
-# ShardedTensors and DTensors. Both carry the rectangles of all ranks in their metadata.
+# ShardedTensors and DTensors: both know the rectangles of all ranks.
 
 
 def is_sharded(data: object) -> bool:
     """Whether ``data`` is a ShardedTensor or a DTensor. By name, so that their modules are imported
     only by programs that use them."""
-    # Torch moved DTensor out of torch.distributed._tensor: the package alone is compared.
+    # Of the path of the Python module only "torch": releases of torch have moved DTensor.
     kinds = {(kind.__name__, kind.__module__.partition(".")[0]) for kind in type(data).__mro__}
     return not kinds.isdisjoint({("ShardedTensor", "torch"), ("DTensor", "torch")})
 
 
 class TensorSource:
-    """One sharded tensor, registered under a name. A 1-D tensor is a matrix of one column per
-    element: ``(1, n)``.
+    """One sharded tensor, registered under a name. A 1-D tensor is a matrix of one row: ``(1, n)``.
 
     Raises:
-        ValueError: the tensor has more than two dimensions, this rank is not among those that hold
-            it, or :func:`~dist_sparse.tables.shards.check_data` refuses it.
+        ValueError: the tensor has more than two dimensions, this rank does not hold a part of it,
+            or :func:`~dist_sparse.tables.shards.check_data` refuses it.
     """
 
     def __init__(self, name: str, data: Any) -> None:
@@ -526,9 +543,9 @@ def _from_sharded_tensor(name: str, data: Any) -> ShardedData:
     ranks = dist.get_process_group_ranks(data._process_group)
     held: dict[int, list[Rect]] = {rank: [] for rank in ranks}
     for shard in data.metadata().shards_metadata:
-        held[shard.placement.rank()].append(_rect(shard))
-    local = {_rect(shard.metadata): shard.tensor for shard in data.local_shards()}
-    return _located(name, data, "sharded_tensor", held, local)
+        held[shard.placement.rank()].append(_rect_of(shard))
+    local = {_rect_of(shard.metadata): shard.tensor for shard in data.local_shards()}
+    return _sharded_data(name, data, "sharded_tensor", held, local)
 
 
 def _from_dtensor(name: str, data: Any) -> ShardedData:
@@ -538,8 +555,8 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
         _compute_local_shape_and_global_offset as local_shape_and_offset,
     )
 
-    # Torch tells a rank its own part alone: what its own function computes for each place of the
-    # mesh gives the parts of all, without communication.
+    # Torch's public methods tell a rank its own part only. Their private function, called for each
+    # position in the mesh, gives the parts of all ranks without communication.
     mesh = data.device_mesh.mesh
     if any(not isinstance(placement, (Shard, Replicate)) for placement in data.placements):
         raise ValueError(
@@ -551,16 +568,21 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
         sizes, offsets = local_shape_and_offset(
             data.shape, mesh.shape, list(position), data.placements
         )
-        held[int(mesh[position])] = [_rect(ShardMetadata(list(offsets), list(sizes)))]
+        held[int(mesh[position])] = [_rect_of(ShardMetadata(list(offsets), list(sizes)))]
     local = dict.fromkeys(held.get(dist.get_rank(), ()), data.to_local())
-    return _located(name, data, "dtensor", held, local)
+    return _sharded_data(name, data, "dtensor", held, local)
 
 
-def _located(
+def _sharded_data(
     name: str, data: Any, kind: str, held: dict[int, list[Rect]], local: dict[Rect, Tensor]
 ) -> ShardedData:
-    """Data of the rectangles that each rank holds, and the tensors of this one's."""
-    ranks = tuple(sorted(held))  # as process groups have them, whatever the order of a mesh
+    """Return the data of a sharded tensor.
+
+    Args:
+        held: the rectangles of each rank.
+        local: the tensors of this rank's rectangles.
+    """
+    ranks = tuple(sorted(held))  # as in a process group; a mesh may have any order
     if dist.get_rank() not in held:
         raise ValueError(
             f"Data {name!r} is stored on the ranks {ranks}, and this is rank {dist.get_rank()}."
@@ -581,9 +603,8 @@ def _located(
     )
 
 
-def _rect(shard: Any) -> Rect:
-    """Return the rectangle in the metadata of a shard; of one dimension it is a row."""
-    # sum() and prod() of nothing are 0 and 1: the first row, and one row.
-    *row, col = shard.shard_offsets
-    *rows, cols = shard.shard_sizes
-    return Rect(int(sum(row)), int(col), int(math.prod(rows)), int(cols))
+def _rect_of(shard: Any) -> Rect:
+    """Return the rectangle in the metadata of a shard; a 1-D shard is one row, the first."""
+    row, col = [0, *shard.shard_offsets][-2:]
+    rows, cols = [1, *shard.shard_sizes][-2:]
+    return Rect(int(row), int(col), int(rows), int(cols))

@@ -28,7 +28,8 @@ class TableConfig(NamedTuple):
 KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor | None]
 
 
-# Read-only properties, as mypy takes an attribute for a property, and never the other way round.
+# Properties, not attributes: mypy accepts an attribute as a read-only property, but no property as
+# an attribute.
 class LookupKernel(Protocol):
     """The tables of one FBGEMM kernel on this rank, as lookups see them."""
 
@@ -39,7 +40,7 @@ class LookupKernel(Protocol):
 
     @property
     def features(self) -> Sequence[int]:
-        """For each feature of the ids the number of its shard."""
+        """For each feature of the ids, the number of its shard."""
 
     @property
     def pooling(self) -> Literal["sum", "mean", "none"]:
@@ -55,11 +56,11 @@ class TableBatch(LookupKernel, Protocol):
 
     @property
     def tables(self) -> Sequence[str]:
-        """The table of each shard."""
+        """The name of each shard's table."""
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether its optimizer leaves a row of zeros as it is if the gradient is zero."""
+        """Whether its optimizer leaves a row of zeros alone if the gradient is zero."""
 
     @property
     def is_adagrad(self) -> bool:
@@ -67,17 +68,15 @@ class TableBatch(LookupKernel, Protocol):
 
     @property
     def cached(self) -> Set[int]:
-        """The shards whose rows are cached, so that :meth:`weights` may lack their latest
-        values."""
+        """The shards whose rows are cached on the device: :meth:`weights` may be out of date."""
 
     @property
     def pending(self) -> MutableSet[object]:
-        """Lookups whose backward is to come, to be kept up to date by the enforcer where rows are
-        cached."""
+        """Lookups whose backward has not run yet. The enforcer adds and removes them."""
 
     def write_back(self) -> None:
         """Write cached rows back to :meth:`weights`, and empty the cache: until the next lookup,
-        weights may be read and written in place. Does nothing where no rows are cached.
+        weights may be read and written in place. Do nothing where no rows are cached.
 
         Raises:
             ValueError: a lookup holds cached rows; names the tables.
@@ -94,15 +93,14 @@ class TableBatch(LookupKernel, Protocol):
         """FBGEMM's module inside :attr:`module`, called with keywords."""
 
     def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
-        """Return the keywords of a pooled lookup in which some ids weigh nothing: their rows add
-        nothing to the output, and get the gradient 0. None if it stays as it is. Call
+        """Return the keywords of a pooled lookup in which some ids have the weight 0: their rows
+        add nothing to the output, and get the gradient 0. None if no id is to change. Call
         :meth:`restore_pooling` after the lookup.
 
         Args:
             call: the keywords of :attr:`kernel`.
-            kept: called with all ids, ``(n,)``, and where those of each feature begin and, last,
-                end (on a device as a tensor). Returns which ids keep their weight, bool ``(n,)``,
-                or None for all.
+            kept: called with all ids, ``(n,)``, and the offsets of the features (on a device as a
+                tensor). Returns which ids keep their weight, bool ``(n,)``, or None for all.
         """
 
     def restore_pooling(self) -> None:
@@ -168,7 +166,7 @@ class Collection(Protocol):
         or ``"NONE"``. Left out are tables without a fused kernel: their lookups raise."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return what plain optimizers step on this rank, by table: parameters that are empty where
+        """Return the parameters that plain optimizers step on this rank, by table; empty ones where
         a rank holds nothing of a table."""
 
     def optimizers(self) -> list[Any]:
@@ -176,8 +174,8 @@ class Collection(Protocol):
 
 
 class Replacement(NamedTuple):
-    """A sharded collection and the unsharded one that takes its place, with their paths in the
-    user's module."""
+    """A sharded collection and the unsharded one that replaces it, with their paths in the user's
+    module."""
 
     old: nn.Module
     old_path: str
@@ -185,10 +183,10 @@ class Replacement(NamedTuple):
     new_path: str
 
 
-# A module fulfils it: mypy compares its functions with these methods.
+# Implemented by a module, dist_sparse.torchrec.port: mypy matches its functions to these methods.
 class TorchRecPort(Protocol):
-    """What the package needs of TorchRec. Modules of other libraries are not refused: each function
-    says what it returns for them."""
+    """What the package needs of TorchRec. Functions accept modules of other libraries too, and say
+    what they return for them."""
 
     def collection(self, module: nn.Module) -> Collection | None:
         """Return a collection as it is now, None for another module."""
@@ -213,8 +211,8 @@ class TorchRecPort(Protocol):
         ``sync``."""
 
     def among(self, features: Any, chosen: Tensor) -> Any:
-        """Return a KeyedJaggedTensor of the ids that are ``chosen``, bool ``(n,)``, and their
-        weights, through which gradients flow back."""
+        """Return a KeyedJaggedTensor of the ``chosen`` ids, bool ``(n,)``, and their weights,
+        through which gradients flow back."""
 
     def with_outputs(self, output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
         """Return the output of a collection with each of its parts changed once it has arrived.
@@ -224,14 +222,12 @@ class TorchRecPort(Protocol):
                 as many rows.
         """
 
-    def combined(self, optimizer: object) -> list[Any] | None:
-        """Return the optimizers inside a CombinedOptimizer; None for another optimizer."""
+    def parts(self, optimizer: object) -> list[Any] | None:
+        """Return the optimizers inside one of TorchRec's: the parts of a CombinedOptimizer; [] for
+        one that only represents a fused optimizer. None for another optimizer."""
 
-    def is_fused(self, optimizer: object) -> bool:
-        """Return whether an optimizer only represents one that runs inside the backward."""
-
-    def rename(self, optimizer: object, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Replace a parameter where keyed optimizers hold it a second time, by name."""
+    def replace_parameter(self, optimizer: object, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Replace a parameter in the names that keyed optimizers have for parameters."""
         ...
 
     def is_sharded_model(self, model: nn.Module) -> bool:
@@ -254,7 +250,7 @@ class TorchRecPort(Protocol):
         replacements: Iterable[Replacement],
         planner: Callable[[nn.Module], Any] | None,
     ) -> dict[str, Any]:
-        """Return the plan by path of a model in which collections have taken the places of others.
+        """Return the plan, by path, of a model in which collections have replaced others.
 
         Args:
             root: the user's module.
@@ -269,6 +265,6 @@ class TorchRecPort(Protocol):
         once.
         """
 
-    def wrap_layers(self, made: nn.Module, model: nn.Module) -> None:
+    def wrap_layers(self, new: nn.Module, model: nn.Module) -> None:
         """Put the dense layers of a new DistributedModelParallel under DDP if ``model`` has them
         there. Collective."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import integer, refuse
+from dist_sparse.checks import integer
 
 # TorchRec's compute kernel for tables in unified memory whose rows are cached on the device.
 CACHED = "fused_uvm_caching"
@@ -70,8 +70,7 @@ class Rect(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A rectangle that this rank holds and the live storage behind it (2-D, shape
-    ``(rect.rows, rect.cols)``)."""
+    """A rectangle that this rank holds, and its live weights, ``(rect.rows, rect.cols)``."""
 
     rect: Rect
     tensor: Tensor
@@ -85,18 +84,17 @@ class ShardedData:
         name: the name under which it was registered.
         shape: the global (rows, columns).
         dtype: of the weights.
-        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"`` or ``"dtensor"``;
-            for messages only.
+        sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"`` or ``"dtensor"``.
         ranks: global ranks of the group that holds the tensor, in group order; ``None`` is a world
             of one.
         tiling: for each group rank the rectangles it holds, in the order of its shards; none of
             them is empty. Equal rectangles on several ranks are replicas.
-        shards: this rank's own, in the order of ``tiling[rank]``.
-        kernel: TorchRec's compute kernel, where there is one.
-        fqn: the fully qualified name in the model, where there is one.
-        features: whose ids look the table up, in a collection of TorchRec's.
-        copied: replicas are trained apart and averaged now and then (TorchRec's 2-D parallelism),
-            so that they may differ; masks are those of the first.
+        shards: this rank's shards, in the order of ``tiling[rank]``.
+        kernel: TorchRec's compute kernel; None without TorchRec.
+        fqn: the fully qualified name in the model; None of a tensor given by itself.
+        features: the features that look the table up, in a collection of TorchRec's.
+        copied: replicas are trained separately and averaged periodically (TorchRec's 2-D
+            parallelism), so that they may differ; all use the masks of the first.
     """
 
     name: str
@@ -118,13 +116,18 @@ class ShardedData:
 
     @property
     def kept_equal(self) -> bool:
-        """Whether there are replicas, and training keeps them equal."""
+        """Whether there are replicas that training keeps equal."""
         return self.replicated and not self.copied
 
     def owned(self, rank: int) -> list[Rect]:
-        """Return the rectangles that group rank ``rank`` owns: of several replicas the lowest rank
-        owns its first."""
+        """Return the rectangles that group rank ``rank`` owns: the lowest rank with a replica owns
+        it."""
         return self._owned[rank]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's shards; the CPU if it holds none."""
+        return self.shards[0].tensor.device if self.shards else torch.device("cpu")
 
     @cached_property
     def _owned(self) -> list[list[Rect]]:
@@ -132,7 +135,7 @@ class ShardedData:
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether no row is cut, so that some rank sees all of it."""
+        """Whether no rank holds only a part of a row."""
         return all(rect.cols == self.shape[1] for rect in self.rects)
 
     @property
@@ -142,8 +145,8 @@ class ShardedData:
 
 
 def not_empty(rects: Iterable[Rect]) -> tuple[Rect, ...]:
-    """Return the rectangles with elements: a row-wise table smaller than the world leaves the last
-    ranks pieces of zero rows, which no rank holds."""
+    """Return the rectangles with elements. A row-wise table with fewer rows than ranks leaves the
+    last ranks rectangles of zero rows."""
     return tuple(rect for rect in rects if rect.numel)
 
 
@@ -158,7 +161,8 @@ def whole(
     sharding: str = "replicated",
     **more: Any,
 ) -> ShardedData:
-    """Return a matrix that every rank of ``ranks`` holds whole, with ``more`` of its arguments."""
+    """Return the data of a matrix that every rank of ``ranks`` holds whole; ``more`` are further
+    arguments of :class:`ShardedData`."""
     rect = Rect(0, 0, *weight.shape)
     held = not_empty([rect])
     return ShardedData(
@@ -175,22 +179,21 @@ def whole(
 
 def steps_in_backward(parameter: object) -> bool:
     """Whether an optimizer inside the backward updates a parameter: torch's, or a fused one."""
-    # Set by torch's apply_optimizer_in_backward(), and by TorchRec on what its kernels update. The
-    # name is private, and that of torch 2.13 and TorchRec 1.8.
+    # Set by torch's apply_optimizer_in_backward(), and by TorchRec on parameters that its kernels
+    # update. The name is private: checked with torch 2.13 and TorchRec 1.8.
     return hasattr(parameter, "_in_backward_optimizers")
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the shape of a tensor as a matrix: one dimension is a row, of more than two the first
-    ones are rows."""
-    # A scalar is (1, 1): its one column is the 1 in front.
+    """Return the shape of a tensor as a matrix: the last dimension is the columns, all others the
+    rows. A scalar is ``(1, 1)``."""
     *rows, columns = 1, *shape
     return math.prod(rows), columns
 
 
 def owners(tiling: Sequence[Sequence[Rect]]) -> list[list[Rect]]:
-    """Return for each rank the rectangles that it owns: the first of several holders does."""
-    # The same on every rank without communication: all have the same tiling.
+    """Return for each rank the rectangles that it owns: the first rank that holds a rectangle owns
+    it. Every rank computes the same, as all have the same tiling."""
     seen: set[Rect] = set()
     owned = []
     for held in tiling:
@@ -225,8 +228,8 @@ def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
     try:
         sides: Any = block
         height, width = sides
-        # A table without columns or rows still has blocks of one. ROW as a height, COL as a width
-        # and (COL, ROW) are left, and no ints.
+        # At least 1: a table without columns or rows still needs a block. (ROW, n), (n, COL) and
+        # (COL, ROW) keep a string, which integer() refuses.
         if width == ROW:
             width = max(shape[1], 1)
         elif height == COL:
@@ -243,7 +246,7 @@ def check_data(data: ShardedData) -> None:
     """Refuse what can't be sparsified.
 
     Raises:
-        ValueError: another dtype than those of :data:`DTYPES`, the meta device, elements that share
+        ValueError: a dtype that is not in :data:`DTYPES`, the meta device, elements that share
             memory, or shards that do not tile the shape; names the table.
     """
     if data.dtype not in DTYPES:
@@ -268,22 +271,25 @@ def check_writable(data: ShardedData) -> None:
         ValueError: a shard is a negated view, an inference tensor, or repeats memory; names the
             table.
     """
-    start = f"Table {data.name!r}: its weights are a"
-    rule = "which can't be zeroed in place."
     for shard in data.shards:
         check_memory(data.name, shard.tensor)
-        refuse(
-            {
-                f"{start} negated view, {rule}": shard.tensor.is_neg(),
-                # Torch lets nothing outside inference mode write them in place.
-                f"{start} tensor made in inference mode, {rule}": shard.tensor.is_inference(),
-            }
-        )
+        kind = ""
+        if shard.tensor.is_neg():
+            kind = "negated view"
+        # Torch refuses in-place writes to it outside inference mode.
+        elif shard.tensor.is_inference():
+            kind = "tensor made in inference mode"
+        if kind:
+            raise ValueError(
+                f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in place."
+            )
 
 
 def check_cached(data: ShardedData, block: Block) -> Block:
-    """Return the block that a bit of a table's masks covers, unless it is finer than a row and the
-    table's rows are cached on the device.
+    """Refuse a block that is finer than a row if the table's rows are cached on the device.
+
+    Returns:
+        The block.
 
     Raises:
         ValueError: names the table, the block and the rule.
@@ -299,13 +305,13 @@ def check_cached(data: ShardedData, block: Block) -> Block:
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor with several elements in the same memory, such as a broadcast one: they can't
-    be masked apart.
+    """Refuse a tensor with several elements in the same memory, such as an expanded one: no mask
+    can tell them apart.
 
     Raises:
         ValueError: names the table, shape and strides.
     """
-    # From the innermost dimension out: a step must lead beyond all elements so far.
+    # From the smallest stride up: each must step over all elements of the dimensions before it.
     span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= span:
@@ -318,9 +324,9 @@ def check_memory(name: str, tensor: Tensor) -> None:
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor that is not empty, and behind its last
-    one. It has passed :func:`check_memory`."""
-    # Strides need not fall: the last element is that with the largest index in every dimension.
+    """Return the address of the first byte of a non-empty tensor, and the address behind its last
+    byte. The tensor has passed :func:`check_memory`."""
+    # Strides may be in any order: the last element has the largest index in every dimension.
     sides = zip(tensor.stride(), tensor.shape, strict=True)
     length = sum(stride * (size - 1) for stride, size in sides) + 1
     return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
@@ -329,24 +335,26 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
 def shared_memory(
     known: Sequence[tuple[str, Tensor]], new: Sequence[tuple[str, Tensor]]
 ) -> tuple[str, str] | None:
-    """Return the names of a tensor and of a new one that share memory; None if none do. All have
-    passed :func:`check_memory`."""
+    """Return the names of two tensors that share memory, one of them new; None if there are none.
+    All tensors have passed :func:`check_memory`."""
     tensors = [*known, *new]
     spans = []
     for i, (_, tensor) in enumerate(tensors):
         # Empty tensors have no memory to share.
         if tensor.numel():
             spans.append((str(tensor.device), *memory_of(tensor), i))
-    # By device and address: what overlaps any earlier one overlaps the one that reaches furthest.
-    reach, furthest = ("", 0), 0
+    # By device and start: a span that overlaps an earlier one overlaps the one that ends last.
+    reach = "", 0
+    furthest = 0
     for device, start, end, i in sorted(spans):
         first, second = sorted((furthest, i))
         names = tensors[first][0], tensors[second][0]
-        # Shards of one table may be views of one tensor, and so may plain data.
+        # Equal names: shards of one table, and of plain data, may be views of one tensor.
         if (device, start) < reach and second >= len(known) and names[0] != names[1]:
             return names
         if (device, end) > reach:
-            reach, furthest = (device, end), i
+            reach = device, end
+            furthest = i
     return None
 
 
@@ -357,15 +365,15 @@ def check_tiling(data: ShardedData) -> None:
         ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table.
     """
     rects = data.rects
-    # All pairs at once: a loop over those of 1,000 ranks would take long, for each table.
+    # All pairs at once: with 1,000 ranks, a loop over the pairs would take long for each table.
     sides = torch.tensor(rects, dtype=torch.int64).view(-1, 4, 1)
     rows, cols, heights, widths = sides.unbind(1)
     bottoms, rights = rows + heights, cols + widths
     outside = (rows < 0) | (cols < 0) | (bottoms > data.shape[0]) | (rights > data.shape[1])
-    # Of each two shards, whether the first ends above the second, or left of it.
+    # For each two shards, whether the first ends above the second, or left of it.
     apart = (bottoms <= rows.T) | (rights <= cols.T)
     overlapping = (~(apart | apart.T)).triu(1)
-    # The first of each kind says enough.
+    # One fault of each kind is enough: the error names the first.
     faults = [f"the shard {rects[i]} is outside the shape {data.shape}" for i, _ in _first(outside)]
     faults += [f"the shards {rects[i]} and {rects[j]} overlap" for i, j in _first(overlapping)]
     if int((heights * widths).sum()) != math.prod(data.shape):
@@ -377,7 +385,7 @@ def check_tiling(data: ShardedData) -> None:
 
 
 def _first(flags: Tensor) -> list[list[int]]:
-    """Return the place of the first flag that is set, if one is."""
+    """Return the indices of the first flag that is set, in a list; [] if none is."""
     places: list[list[int]] = flags.nonzero()[:1].tolist()
     return places
 
@@ -410,7 +418,7 @@ def grid_of(rect: Rect, block: Block) -> Grid:
     """Return the blocks that touch ``rect``, on the grid anchored at the global (0, 0); none if it
     is empty."""
     row, col = rect.row // block[0], rect.col // block[1]
-    # Rounding up would give an empty rectangle inside a block that block.
+    # Rounding up the end would count the block around an empty rectangle.
     if rect.numel == 0:
         return Grid(row, col, 0, 0)
     return Grid(row, col, -(-rect.row_end // block[0]) - row, -(-rect.col_end // block[1]) - col)
@@ -418,17 +426,17 @@ def grid_of(rect: Rect, block: Block) -> Grid:
 
 def sent(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return a tensor of ``values`` on a device, without waiting for it."""
-    # A copy out of pageable memory would wait for the device.
+    # A copy from memory that is not pinned would wait for the device.
     pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu")
     return pinned.to(device, non_blocking=True)
 
 
-# Bytes of what finds the kept parts of a table: the formulas of budgets and plans.
+# Sizes that budgets and plans compute with.
 
 
 def index_bytes(rows: int) -> int:
-    """Return the bytes in memory that find the kept rows of a table of so many: a bit each, and a
-    count for each 32.
+    """Return the bytes of a compact table's row index: a bit per original row, and a count per 32
+    rows.
 
     Example::
 
@@ -440,8 +448,8 @@ def index_bytes(rows: int) -> int:
 
 
 def narrow_width(kept: int, columns: int) -> int:
-    """Return the columns of a table that has lost all but ``kept``: a multiple of 4, as FBGEMM
-    needs, or all."""
+    """Return the width of a narrow table that keeps ``kept`` columns: a multiple of 4, as FBGEMM
+    needs, or all columns."""
     return min(columns, max(4, -(-kept // 4) * 4))
 
 

@@ -1,6 +1,6 @@
-"""TorchRec and FBGEMM: the only package that imports them or knows their private names.
+"""TorchRec and FBGEMM: the only package that imports them or reads their private names.
 
-Importing this package imports neither, so that it can report a mix of releases that does not load.
+Importing this package imports neither, so that it can report releases that do not load together.
 TorchRec 1.n, FBGEMM 1.n and torch 2.(n + 5) are built for each other and no others.
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 from contextlib import suppress
-from typing import Any
 
-# Releases of TorchRec and FBGEMM by that of torch.
-_TESTED: dict[Any, tuple[int, int]] = {(2, 12): (1, 7), (2, 13): (1, 8)}
+# Tested releases: of torch, and of the TorchRec and FBGEMM built for it. Ascending.
+_TESTED = {"2.12": "1.7", "2.13": "1.8"}
 
 
 def installed() -> dict[str, str]:
-    """Return the version of every installed distribution that matters here, by name."""
+    """Return the versions of torch, TorchRec, FBGEMM and Triton that are installed, by name."""
     found = {}
     for name in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "triton"):
         # Metadata only: importing a broken torch can end the process.
@@ -28,63 +27,62 @@ def installed() -> dict[str, str]:
 def fitting(torch_version: str) -> str | None:
     """Return the release of TorchRec and FBGEMM that fits a torch, such as ``"1.8"``; None where
     none is known."""
-    found = _TESTED.get(_minor(torch_version))
-    return None if found is None else "{}.{}".format(*found)
+    return _TESTED.get(_minor(torch_version))
 
 
 def advised(torch_version: str, torchrec_version: str) -> tuple[str, str]:
     """Return the releases of torch, and of TorchRec and FBGEMM, to install instead, such as
-    ``("2.13", "1.8")``.
-
-    Those that fit the torch; if none is known, those that fit the TorchRec; else the latest.
+    ``("2.13", "1.8")``: they fit the installed torch; if none is known, the installed TorchRec;
+    else they are the latest.
     """
-    torch_of: dict[Any, tuple[int, int]] = {release: base for base, release in _TESTED.items()}
-    known = torch_of.get(_minor(torchrec_version), max(_TESTED))
-    base: Any = _minor(torch_version) if fitting(torch_version) else known
-    return "{}.{}".format(*base), "{}.{}".format(*_TESTED[base])
+    torch = _minor(torch_version)
+    if torch not in _TESTED:
+        torch_of = {release: torch for torch, release in _TESTED.items()}
+        torch = torch_of.get(_minor(torchrec_version), list(_TESTED)[-1])
+    return torch, _TESTED[torch]
 
 
 def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: str) -> None:
     """Refuse a mix of releases that were not built for each other.
 
     Raises:
-        ImportError: two of them don't fit, or TorchRec is older than 1.0; says which part is wrong.
+        ImportError: two of them don't fit, or TorchRec is older than 1.0; names the wrong one.
             Unknown (nightly, internal) versions and untested releases only warn.
     """
-    versions = torch_version, torchrec_version, fbgemm_version
-    found: list[Any] = [*map(_minor, versions)]
-    have = "torch {}, torchrec {}, fbgemm-gpu {}".format(*versions)
-    if None in found:
+    have = f"torch {torch_version}, torchrec {torchrec_version}, fbgemm-gpu {fbgemm_version}"
+    torch = _minor(torch_version)
+    torchrec = _minor(torchrec_version)
+    fbgemm = _minor(fbgemm_version)
+    if "" in (torch, torchrec, fbgemm):
         warnings.warn(f"Can't tell whether these fit together: {have}.", stacklevel=2)
         return
-    base, rec, gemm = found
-    if rec[0] < 1:
+    major, minor = map(int, torchrec.split("."))
+    if major < 1:
         raise ImportError(f"The torchrec is too old: 1.0 or later is needed; installed: {have}.")
-    # TorchRec 2 may count otherwise.
-    torch = (2, rec[1] + 5) if rec[0] == 1 else base
-    for name, release, wanted in (("fbgemm-gpu", gemm, rec), ("torch", base, torch)):
-        if release != wanted:
+    # TorchRec 1.n needs torch 2.(n + 5). TorchRec 2 may count otherwise: any torch passes.
+    wanted = f"2.{minor + 5}" if major == 1 else torch
+    for name, release, needed in (("fbgemm-gpu", fbgemm, torchrec), ("torch", torch, wanted)):
+        if release != needed:
             raise ImportError(
-                f"The {name} is wrong: torchrec {torchrec_version} needs"
-                f" {wanted[0]}.{wanted[1]}.*; installed: {have}."
+                f"The {name} is wrong: torchrec {torchrec_version} needs {needed}.*;"
+                f" installed: {have}."
             )
-    if rec not in _TESTED.values():
-        tested = ", ".join("{}.{}".format(*release) for release in _TESTED.values())
+    if torchrec not in _TESTED.values():
         warnings.warn(
-            f"dist_sparse reads TorchRec's internals and knows those of {tested}; installed:"
-            f" {have}.",
+            "dist_sparse reads TorchRec's internals and knows those of"
+            f" {', '.join(_TESTED.values())}; installed: {have}.",
             stacklevel=2,
         )
 
 
-def _minor(version: str) -> tuple[int, int] | None:
-    """(major, minor) of a release; None for nightly and internal builds, whose numbers promise
-    nothing."""
+def _minor(version: str) -> str:
+    """Return ``"MAJOR.MINOR"`` of a release; "" for nightly and internal builds, whose numbers
+    promise nothing."""
     # Not above: a process that serves does not need it.
     from packaging.version import InvalidVersion, Version
 
     try:
         found = Version(version)
     except InvalidVersion:
-        return None
-    return None if found.is_devrelease else (found.major, found.minor)
+        return ""
+    return "" if found.is_devrelease else f"{found.major}.{found.minor}"

@@ -1,9 +1,8 @@
-"""The tables of TorchRec's collections, sharded or not, and FBGEMM's batches of tables that have a
-fused optimizer.
+"""The tables of TorchRec's collections, sharded or not, and FBGEMM's kernels, which look tables up.
 
-The rectangles of all ranks come from the table groups that TorchRec derives for every rank when it
-shards a module, so nothing communicates; the views come from the kernels. Both are read for each
-:class:`ShardedTables`, because ``DistributedModelParallel.reshard`` replaces them.
+When TorchRec shards a module, it derives the table groups of all ranks. The rectangles of all ranks
+come from these groups, so nothing communicates; the views of the weights come from the kernels.
+Each :class:`ShardedTables` reads both, because ``DistributedModelParallel.reshard`` replaces them.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ _TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 _BAGS = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
 _SEQUENCES = (EmbeddingCollection, ShardedEmbeddingCollection)
-# A sharded feature processor is a collection to TorchRec; the tables are in another one inside it.
+# To TorchRec, a sharded feature processor is a collection, around the one that has the tables.
 _KNOWN = (*_BAGS, *_SEQUENCES, ShardedFeatureProcessedEmbeddingBagCollection)
 _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 _ANY_COLLECTION = (
@@ -95,8 +94,8 @@ _COLLISIONS = "managed collisions move ids between rows"
 _ITEP = "in-training pruning (ITEP) moves ids between rows"
 _PEC = "PEC collections handle colliding ids on their own"
 
-# Python modules whose collections change behind a mask which row an id means, or the row itself,
-# and why. Not imported: several are slow.
+# Python modules whose collections change which row an id names, or the row itself, without the
+# enforcer seeing it; and why. By name: importing them would take seconds.
 REFUSED = {
     "torchrec.modules.mc_embedding_modules": _COLLISIONS,
     "torchrec.distributed.mc_embedding_modules": _COLLISIONS,
@@ -120,7 +119,7 @@ def refusal(module: nn.Module) -> str | None:
     """Return why the tables below a module of TorchRec's can't be sparsified, and what would work;
     None if they can."""
     env = module._env if isinstance(module, _SHARDED) else None
-    # One-dimensional parallelism has no strategy.
+    # Only the environment of 2-D parallelism has a strategy.
     strategy = getattr(env, "sharding_strategy", None)
     if strategy is ShardingStrategy.FULLY_SHARDED:
         return (
@@ -128,7 +127,7 @@ def refusal(module: nn.Module) -> str | None:
             " strategy works"
         )
     for base in type(module).__mro__:
-        # These files have helpers besides, which hold no tables.
+        # These Python modules have helper modules too, which hold no tables.
         if base.__module__ in REFUSED and re.search("^Sharded|Collection", base.__name__):
             return REFUSED[base.__module__]
     if isinstance(module, _ANY_COLLECTION) and not isinstance(module, _KNOWN):
@@ -159,7 +158,7 @@ def collection(module: nn.Module) -> Collection | None:
 
 
 def configs_of(module: Any) -> list[Any]:
-    """Return TorchRec's own configurations of a collection's tables, of a compact one too."""
+    """Return TorchRec's configurations of the tables of a collection, compact ones included."""
     if is_sharded(module):
         return list(module._table_name_to_config.values())
     bags = hasattr(module, "embedding_bag_configs")
@@ -167,7 +166,7 @@ def configs_of(module: Any) -> list[Any]:
 
 
 def table_configs(configs: Sequence[Any]) -> list[TableConfig]:
-    """Return TorchRec's configurations as the package has them."""
+    """Return the package's form of TorchRec's configurations."""
     found = []
     for config in configs:
         # Configurations of sequences have no such field.
@@ -177,7 +176,7 @@ def table_configs(configs: Sequence[Any]) -> list[TableConfig]:
     return found
 
 
-# Optimizers that write no other rows than a batch has looked up.
+# Optimizers that write only rows that the batch has looked up.
 ROW_WRITERS = {
     "SGD",
     "EXACT_SGD",
@@ -193,8 +192,8 @@ ROW_WRITERS = {
 }
 
 
-# Optimizers whose step is a multiple of the gradient and of the weight.
-STILL = {
+# Optimizers whose step is 0 where gradient and weight are 0: a sum of multiples of both.
+ZERO_KEEPERS = {
     "SGD",
     "EXACT_SGD",
     "EXACT_ADAGRAD",
@@ -203,15 +202,15 @@ STILL = {
 }
 
 
-# Multiples of the weight: the other modes count the lookups of each row, or compare norms.
+# Modes of weight decay that shrink a weight by a multiple of itself. The others count the lookups
+# of each row, or compare norms.
 _PLAIN_DECAYS = {"NONE", "L2", "DECOUPLE"}
 
 
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
 
 
-# Lookups whose backward is to come, by FBGEMM's module. Not in FbgemmBatch: every mask update makes
-# new ones.
+# Lookups whose backward has not run yet, by FBGEMM's module: it outlives each FbgemmBatch.
 _pending: WeakKeyDictionary[nn.Module, WeakSet[object]] = WeakKeyDictionary()
 
 
@@ -236,7 +235,7 @@ class Kernel:
     def write_back(self) -> None:
         """Write rows that FBGEMM caches on the device back to the tables, and empty the cache; see
         :meth:`~dist_sparse.tables.protocols.TableBatch.write_back`."""
-        # FBGEMM has no cache on CPUs, and none for other kernels.
+        # Empty on CPUs, and with other compute kernels.
         if not self._batch.lxu_cache_weights.numel():
             return
         configs = self.module._config.embedding_tables
@@ -247,7 +246,7 @@ class Kernel:
                 f"{start} rows in their cache are prefetched for a coming lookup, so that they"
                 " can't be written back: train with TrainPipelineSparseDist, which prefetches"
                 " none.": self._batch.timesteps_prefetched,
-                # The backward would write to places in the cache that other rows have by then.
+                # The backward would write to cache slots that hold other rows by then.
                 f"{start} a lookup waits for its backward, so that rows in their cache can't be"
                 " written back: update masks and read weights after the backward, and free outputs"
                 " that get none.": _pending.get(self._batch),
@@ -282,22 +281,23 @@ class FbgemmBatch(Kernel):
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether its optimizer leaves a row of zeros as it is if the gradient is zero."""
+        """Whether its optimizer leaves a row of zeros alone if the gradient is zero."""
         # Adam moves it by its moments; LAMB and LARS divide by the norms of the row and its update.
-        if self._update_rule not in STILL:
+        if self._update_rule not in ZERO_KEEPERS:
             return False
-        # Without eps Adagrad divides 0 by 0.
+        # Adagrad divides by the root of its sums plus eps: 0 by 0 without eps.
         plain_decay = self._batch.weight_decay_mode.name in _PLAIN_DECAYS
         return not self.is_adagrad or (self._batch.optimizer_args.eps > 0 and plain_decay)
 
     @property
     def cached(self) -> set[int]:
-        """The tables whose rows FBGEMM caches on the device. TorchRec groups them with others."""
-        return {table for table, kind in enumerate(_kinds(self.module)) if kind == CACHED}
+        """The tables whose rows FBGEMM caches on the device. TorchRec may put them into one kernel
+        with other tables."""
+        return {table for table, kind in enumerate(_compute_kernels(self.module)) if kind == CACHED}
 
     @property
     def pending(self) -> MutableSet[object]:
-        """Lookups whose backward is to come."""
+        """Lookups whose backward has not run yet."""
         return _pending.setdefault(self.kernel, WeakSet())
 
     def states(self) -> list[Sequence[Tensor]]:
@@ -308,12 +308,11 @@ class FbgemmBatch(Kernel):
     def storage(self) -> list[Tensor]:
         """Return the tensors that hold the weights of all shards."""
         batch = self._batch
-        # On the device, on the host, or in unified memory; the others are empty.
-        places = (batch.weights_dev, batch.weights_host, batch.weights_uvm)
-        return [place for place in places if place.numel()]
+        memories = (batch.weights_dev, batch.weights_host, batch.weights_uvm)
+        return [memory for memory in memories if memory.numel()]
 
     def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
-        """Return the keywords of a pooled lookup in which some ids weigh nothing; see
+        """Return the keywords of a pooled lookup in which some ids have the weight 0; see
         :meth:`~dist_sparse.tables.protocols.TableBatch.weighed`."""
         ids, offsets = call["indices"], call["offsets"]
         if not ids.numel():
@@ -323,16 +322,16 @@ class FbgemmBatch(Kernel):
             return None
         given = call.get("per_sample_weights")
         if given is not None:
-            # What FBGEMM's mean makes of a caller's own weights stays as it is.
+            # The pooling mode stays: FBGEMM's mean of weighted ids must not change.
             weights: Tensor = given.masked_fill(~flags, 0)
         else:
             weights = flags.float()
-            # FBGEMM's mean does not work with weights: a sum of weights 1 / L takes its place.
+            # FBGEMM's mean does not work with weights: a sum with weights 1 / length replaces it.
             if self.pooling == "mean":
                 weights *= _shares(offsets, ids.numel())
                 self._batch.pooling_mode = type(self._own_pooling).SUM
         changed = {**call, "per_sample_weights": weights}
-        # Otherwise FBGEMM makes gradients of the weights, which nothing asks for.
+        # Otherwise FBGEMM would compute gradients of the weights, which nothing uses.
         if not weights.requires_grad:
             silent = torch.zeros(len(self.features), dtype=torch.int32, device=ids.device)
             changed["feature_requires_grad"] = silent
@@ -345,12 +344,12 @@ class FbgemmBatch(Kernel):
     def _ends(
         self, offsets: Tensor, sizes: Sequence[Sequence[int]] | None
     ) -> Sequence[int] | Tensor:
-        """Return where the ids of each feature begin and, last, end; on a device without waiting
-        for it.
+        """Return the offsets of the features in the ids; on a device without waiting for it.
 
         Args:
-            offsets: where each bag begins and, last, where they end.
-            sizes: for each feature how many bags it has of each rank; None if all have as many.
+            offsets: of the bags in the ids.
+            sizes: for each feature the number of its bags from each rank; None if all features have
+                as many bags.
         """
         if sizes is None:
             ends = offsets[:: (offsets.numel() - 1) // len(self.features)]
@@ -375,7 +374,7 @@ class FbgemmBatch(Kernel):
         changed = dict(values)
         self._batch.set_optimizer_step(int(changed.pop("step")))
         self._batch.update_hyper_parameters(changed)
-        # TorchRec's optimizer hands its own rate to the batch at every step.
+        # TorchRec's optimizer sets the kernel's learning rate to its own at every step.
         for group in self.module.fused_optimizer.param_groups:
             group["lr"] = changed["lr"]
 
@@ -383,7 +382,7 @@ class FbgemmBatch(Kernel):
 def _shares(offsets: Tensor, count: int) -> Tensor:
     """Return for each id 1 / the number of ids in its bag, float32 ``(count,)``."""
     lengths = offsets.diff()
-    # The count is known: without it a device would be waited for.
+    # Without output_size, torch would wait for the device to learn it.
     return torch.repeat_interleave(lengths.float().reciprocal_(), lengths, output_size=count)
 
 
@@ -394,7 +393,7 @@ class UnshardedTables:
     is_sharded = False
 
     def __init__(self, module: Any) -> None:
-        self._module = module  # TorchRec is untyped for us
+        self._module = module
         self._configs = configs_of(module)
         self.pooled = isinstance(module, _BAGS)
         self.attribute = "embedding_bags" if self.pooled else "embeddings"
@@ -428,7 +427,7 @@ class UnshardedTables:
         }
 
     def embeddings(self) -> dict[str, nn.Module]:
-        """Return the embedding modules by table; none if kernels have the weights."""
+        """Return the embedding modules by table."""
         return dict(getattr(self._module, self.attribute).items())
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
@@ -436,22 +435,22 @@ class UnshardedTables:
         weight = self.embeddings()[table].get_parameter("weight")
         return whole(name, weight.data, fqn=fqn)
 
-    def _kernels(self) -> Iterator[Any]:
-        """TorchRec's modules around this rank's table batches."""
+    def _torchrec_kernels(self) -> Iterator[Any]:
+        """Yield TorchRec's modules around this rank's FBGEMM kernels."""
         return iter(())
 
-    def _placed(self) -> Iterator[tuple[int, Any]]:
+    def _shard_configs(self) -> Iterator[tuple[int, Any]]:
         """Yield the rank and the config of every shard, in kernel order."""
         return iter(())
 
     def kernels(self) -> Iterator[Kernel]:
         """Yield this rank's kernels, with a fused optimizer or not."""
-        yield from map(Kernel, self._kernels())
+        yield from map(Kernel, self._torchrec_kernels())
 
     def batches(self) -> Iterator[FbgemmBatch]:
         """Yield this rank's table batches with a fused optimizer."""
-        for kernel in self._kernels():
-            if not set(FUSED).isdisjoint(_kinds(kernel)):
+        for kernel in self._torchrec_kernels():
+            if not set(FUSED).isdisjoint(_compute_kernels(kernel)):
                 yield FbgemmBatch(kernel)
 
     def fused_params(self) -> dict[str, dict[str, Any]]:
@@ -459,13 +458,13 @@ class UnshardedTables:
         on every rank."""
         return {
             config.name: dict(config.fused_params or {})
-            for _, config in self._placed()
+            for _, config in self._shard_configs()
             if "fused" in config.compute_kernel.value
         }
 
     def bounds_checks(self) -> dict[str, str]:
         """Return FBGEMM's ``bounds_check_mode`` by table with a fused kernel."""
-        # FBGEMM lets this variable overrule the argument.
+        # FBGEMM prefers this variable to the argument.
         overruling = os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE")
         modes = {}
         for name, params in self.fused_params().items():
@@ -478,7 +477,7 @@ class UnshardedTables:
 
     def optimizers(self) -> list[Any]:
         """Return the fused optimizers."""
-        # A collection that is not sharded has none, and no such attribute.
+        # An unsharded collection has no such attribute.
         fused = getattr(self._module, "fused_optimizer", CombinedOptimizer([]))
         return [optimizer for _, optimizer in fused.optimizers]
 
@@ -486,7 +485,7 @@ class UnshardedTables:
         """Set the hyperparameters of fused optimizers by table.
 
         Raises:
-            ValueError: two tables that the plan brings into one kernel differ in them.
+            ValueError: two tables in one kernel differ in them.
         """
         for batch in self.batches():
             names = list(batch.tables)
@@ -499,61 +498,69 @@ class UnshardedTables:
 
 
 @dataclass
-class _Pieces:
-    """One table: its config (any shard's), the rectangles of every rank and this rank's views, both
-    in kernel order, and the kernel of each view."""
+class _TableShards:
+    """The shards of one table.
+
+    Attributes:
+        config: of any shard.
+        rects: of all ranks, in kernel order, by the rank's index in its copy of the tables.
+        views: this rank's weights, in the order of its rectangles.
+        kernels: the kernel of each view.
+    """
 
     config: Any
-    held: defaultdict[int, list[Rect]] = field(default_factory=lambda: defaultdict(list))
+    rects: defaultdict[int, list[Rect]] = field(default_factory=lambda: defaultdict(list))
     views: list[Tensor] = field(default_factory=list)
     kernels: list[Any] = field(default_factory=list)
 
 
 class ShardedTables(UnshardedTables):
-    """A sharded collection at this moment, read when its first table is located: a
-    :class:`~dist_sparse.tables.protocols.Collection`. Lives no longer than one walk."""
+    """A sharded collection at this moment: a :class:`~dist_sparse.tables.protocols.Collection`. It
+    is read when its first table is located, and kept no longer than one walk."""
 
     is_sharded = True
 
     def embeddings(self) -> dict[str, nn.Module]:
-        """Return {}: kernels have the weights."""
+        """Return {}: the kernels hold the weights."""
         return {}
 
-    def _kernels(self) -> Iterator[Any]:
-        return chain.from_iterable(map(_kernels_of, self._module._lookups))
+    def _torchrec_kernels(self) -> Iterator[Any]:
+        return chain.from_iterable(map(_kernels_in, self._module._lookups))
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
         """Return a table as it is stored now, under a registered name.
 
         Raises:
-            ValueError: it is stored in a way that masks do not follow.
+            ValueError: masks can't follow the way it is stored.
         """
-        places, env = self._places, self._module._env
-        pieces = self._pieces[table]
-        config = pieces.config
-        # Data-parallel tables are kept equal by DDP, in 2-D parallelism too.
+        index_in_copy, env = self._index_in_copy, self._module._env
+        stored = self._shards_by_table[table]
+        config = stored.config
+        # Under 2-D parallelism, DDP keeps data-parallel tables equal: they are no copies.
         copied = isinstance(env, ShardingEnv2D) and config.local_metadata is not None
         _refuse_unknown_storage(name, config, copied)
         shards = []
-        for rect, view in zip(pieces.held[env.rank], pieces.views, strict=True):
+        for rect, view in zip(stored.rects[env.rank], stored.views, strict=True):
             if view.shape != rect[2:]:
                 raise ValueError(
                     f"Table {name!r}: TorchRec's metadata says this rank holds {rect}, its kernel"
                     f" holds {tuple(view.shape)}."
                 )
-            shards.append(Shard(rect, view.data))
+            # A row-wise table smaller than the world leaves the last ranks empty pieces.
+            if rect.numel:
+                shards.append(Shard(rect, view.data))
         if config.compute_kernel.value == CACHED:
             # The caller may read and write the weights until the next lookup.
-            for kernel in pieces.kernels:
+            for kernel in stored.kernels:
                 Kernel(kernel).write_back()
         return ShardedData(
             name=name,
             shape=_shape(config),
             dtype=data_type_to_dtype(config.data_type),
             sharding=self._module.module_sharding_plan[table].sharding_type,
-            ranks=several(places),
-            tiling=tuple(not_empty(pieces.held[place]) for place in places.values()),
-            shards=tuple(shard for shard in shards if shard.rect.numel),
+            ranks=several(index_in_copy),
+            tiling=tuple(not_empty(stored.rects[index]) for index in index_in_copy.values()),
+            shards=tuple(shards),
             kernel=config.compute_kernel.value,
             fqn=fqn,
             features=tuple(config.feature_names),
@@ -561,15 +568,15 @@ class ShardedTables(UnshardedTables):
         )
 
     @cached_property
-    def _places(self) -> dict[int, int]:
-        """For each global rank that holds the tables, in order: its number among those that share
-        one copy."""
+    def _index_in_copy(self) -> dict[int, int]:
+        """The global ranks that hold the tables, ascending, each with its index among the ranks
+        that share one copy."""
         env = self._module._env
         if isinstance(env, ShardingEnv2D):
-            # A row of ranks for each copy.
+            # Each row of the mesh holds one copy.
             mesh = env.device_mesh.mesh
-            places = torch.arange(mesh.shape[1]).expand_as(mesh)
-            pairs = zip(mesh.flatten().tolist(), places.flatten().tolist(), strict=True)
+            indices = torch.arange(mesh.shape[1]).expand_as(mesh)
+            pairs = zip(mesh.flatten().tolist(), indices.flatten().tolist(), strict=True)
             return dict(sorted(pairs))
         if env.world_size == 1:
             return {0: 0}
@@ -582,20 +589,20 @@ class ShardedTables(UnshardedTables):
         return dict(zip(ranks, range(len(ranks)), strict=True))
 
     @cached_property
-    def _pieces(self) -> dict[str, _Pieces]:
-        pieces: dict[str, _Pieces] = {}
-        for rank, config in self._placed():
-            pieces.setdefault(config.name, _Pieces(config)).held[rank].append(_rect(config))
+    def _shards_by_table(self) -> dict[str, _TableShards]:
+        shards: dict[str, _TableShards] = {}
+        for rank, config in self._shard_configs():
+            shards.setdefault(config.name, _TableShards(config)).rects[rank].append(_rect(config))
         # TorchRec has one lookup for each sharding, and one kernel for each of its table groups, in
         # the same order: the views of this rank come in the order of its rectangles.
-        for kernel in self._kernels():
-            for config, view in _views(kernel):
-                pieces[config.name].views.append(view)
-                pieces[config.name].kernels.append(kernel)
-        return pieces
+        for kernel in self._torchrec_kernels():
+            for config, view in _shard_views(kernel):
+                shards[config.name].views.append(view)
+                shards[config.name].kernels.append(kernel)
+        return shards
 
-    def _placed(self) -> Iterator[tuple[int, Any]]:
-        # The same of bags and of sequences, under other names.
+    def _shard_configs(self) -> Iterator[tuple[int, Any]]:
+        # Bags and sequences have them under different names.
         if self.pooled:
             shardings = self._module._embedding_shardings
         else:
@@ -637,28 +644,28 @@ def _shape(config: Any) -> tuple[int, int]:
 
 
 def _rect(config: Any) -> Rect:
-    """Return the rectangle of a shard. Data-parallel tables have no metadata: every rank holds the
-    whole."""
+    """Return the rectangle of a shard. A data-parallel table has no metadata: every rank holds all
+    of it."""
     if config.local_metadata is None:
         return Rect(0, 0, config.local_rows, config.local_cols)
     return Rect(*config.local_metadata.shard_offsets, *config.local_metadata.shard_sizes)
 
 
-def _kernels_of(lookup: Any) -> Iterator[Any]:
+def _kernels_in(lookup: Any) -> Iterator[Any]:
     while isinstance(lookup, DistributedDataParallel):
         lookup = lookup.module
     yield from lookup._emb_modules
 
 
-def _kinds(kernel: Any) -> list[str]:
-    """Return the compute kernel of each table of a lookup's module."""
+def _compute_kernels(kernel: Any) -> list[str]:
+    """Return the compute kernel of each table of a kernel."""
     return [config.compute_kernel.value for config in kernel._config.embedding_tables]
 
 
-def _views(kernel: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the live weights of a kernel, shard by shard, as (config, view)."""
-    # Key-value and virtual tables materialise their weights when read: locate() refuses them,
-    # nothing reads them.
-    if set(_kinds(kernel)) <= set(_KERNELS):
+def _shard_views(kernel: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the config and the live weights of each shard of a kernel."""
+    # Others are refused by locate(). Reading key-value or virtual tables would allocate all of
+    # their weights.
+    if set(_compute_kernels(kernel)) <= set(_KERNELS):
         configs = kernel._config.embedding_tables
         yield from zip(configs, kernel.emb_module.split_embedding_weights(), strict=True)

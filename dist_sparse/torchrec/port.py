@@ -61,7 +61,6 @@ def processes_features(module: nn.Module) -> bool:
 def averages(module: nn.Module) -> bool:
     """Return whether a module averages copies of its tables now and then, by its method
     ``sync``."""
-    # Its training loops call sync() every few steps, which averages weights over the copies.
     return isinstance(module, DMPCollection)
 
 
@@ -85,28 +84,30 @@ def dense_layers(model: nn.Module) -> nn.Module:
 
 def compact_refusal(model: Any, module: Any) -> str | None:
     """Return why a collection of ``model`` can't be compacted, or None."""
-    found = collection(module)
-    if found is None:
+    tables = collection(module)
+    if tables is None:
         return "it is no collection of TorchRec's"
-    averaged = [table.name for table in found.tables if table.pooling == "mean"]
-    # An unsharded processor weighs the ids before the collection removes some.
+    means = [table.name for table in tables.tables if table.pooling == "mean"]
+    # Unsharded processors are no obstacle: they weight the ids before the collection removes some.
     processor = ShardedFeatureProcessedEmbeddingBagCollection
-    processors = [each for each in model.modules() if isinstance(each, processor)]
+    is_processed = any(
+        isinstance(outer, processor) and module in outer.modules() for outer in model.modules()
+    )
     around = _wrapper_reasons(model) if is_sharded_model(model) else _module_reasons(module)
     reasons = {
         "a feature processor weights ids by their positions, which removed ids would shift": (
-            any(module in each.modules() for each in processors)
+            is_processed
         ),
         **around,
-        # Pipelines put a function of theirs into the instance.
+        # Pipelines set a function of their own as the instance's forward.
         "a train pipeline has replaced its forward; call pipeline.detach() first": (
             getattr(module.forward, "__self__", None) is not module
         ),
         "it has weighted means, which TorchRec divides differently in different shardings; use"
-        " weighted sums": found.weighted and averaged,
+        " weighted sums": tables.weighted and means,
         "it has means of row-wise tables beside tables of other sharding types, and TorchRec"
-        " divides those too; give them collections of their own": _misdivided(module, averaged),
-        "need_indices=True is not supported": found.needs_indices,
+        " divides those too; give them collections of their own": _misdivided(module, means),
+        "need_indices=True is not supported": tables.needs_indices,
     }
     for reason, holds in reasons.items():
         if holds:
@@ -115,8 +116,8 @@ def compact_refusal(model: Any, module: Any) -> str | None:
 
 
 def _module_reasons(module: nn.Module) -> dict[str, bool]:
-    """Return reasons against a collection in a model without TorchRec's wrapper, and whether each
-    holds."""
+    """Return reasons against compacting a collection in a model without TorchRec's wrapper, and
+    whether each holds."""
     return {
         "it is sharded, but the model is no DistributedModelParallel; pass that": (
             is_sharded(module)
@@ -128,7 +129,7 @@ def _module_reasons(module: nn.Module) -> dict[str, bool]:
 
 
 def _wrapper_reasons(model: Any) -> dict[str, bool]:
-    """Return reasons against a DistributedModelParallel, and whether each holds."""
+    """Return reasons against compacting a DistributedModelParallel, and whether each holds."""
     if type(model) is not DistributedModelParallel:
         name = type(model).__name__
         return {
@@ -151,23 +152,23 @@ def _plan_of(module: Any) -> dict[str, ParameterSharding]:
     return dict(getattr(module, "module_sharding_plan", {}))
 
 
-def _misdivided(module: nn.Module, averaged: Iterable[str]) -> bool:
-    """Whether TorchRec's divisor for row-wise means is applied to tables that it is not meant
-    for."""
-    # The callback that divides runs on the output of the whole collection.
-    by_rows = {name: "row_wise" in cut.sharding_type for name, cut in _plan_of(module).items()}
-    return any(map(by_rows.get, averaged)) and not all(by_rows.values())
+def _misdivided(module: nn.Module, means: Iterable[str]) -> bool:
+    """Whether TorchRec divides outputs of tables that are not row-wise by the divisor of row-wise
+    ``means``."""
+    # Its callback divides the output of the whole collection.
+    row_wise = {name: "row_wise" in cut.sharding_type for name, cut in _plan_of(module).items()}
+    return any(map(row_wise.get, means)) and not all(row_wise.values())
 
 
 def row_shards(module: nn.Module) -> dict[str, int]:
-    """Return into how many pieces a sharded collection cuts the rows of each table; tables that are
-    whole on each rank are missing."""
+    """Return how many row pieces a sharded collection cuts each table into. Data-parallel tables
+    are missing."""
     specs = {name: sharding.sharding_spec for name, sharding in _plan_of(module).items()}
-    return {name: max(_heights(spec.shards).values()) for name, spec in specs.items() if spec}
+    return {name: max(_row_pieces(spec.shards).values()) for name, spec in specs.items() if spec}
 
 
-def _heights(shards: Iterable[ShardMetadata]) -> Counter[int]:
-    """Return of how many shards each group of columns consists, by its first column."""
+def _row_pieces(shards: Iterable[ShardMetadata]) -> Counter[int]:
+    """Return the number of shards in each group of columns, by its first column."""
     return Counter(shard.shard_offsets[1] for shard in shards)
 
 
@@ -177,52 +178,52 @@ def compact_plan(
     replacements: Iterable[Replacement],
     planner: Callable[[nn.Module], Any] | None,
 ) -> dict[str, Any]:
-    """Return the plan by path of a model in which collections have taken the places of others.
+    """Return the plan, by path, of a model in which collections have replaced others.
 
     Args:
         root: the user's module.
         planner: returns a plan for ``root``; None derives it from the old one.
     """
     plan: dict[str, Any] = dict(model.plan.plan)
-    for each in replacements:
-        tables: dict[str, Any] = UnshardedTables(each.new).embeddings()
-        for name, parameters in ShardedTables(each.old).fused_params().items():
-            # TorchRec takes a fused kernel's arguments from these marks on the weight, which
-            # apply_optimizer_in_backward leaves.
+    for old, old_path, new, new_path in replacements:
+        tables: dict[str, Any] = UnshardedTables(new).embeddings()
+        for name, parameters in ShardedTables(old).fused_params().items():
+            # TorchRec reads a fused kernel's arguments from these attributes, which its
+            # apply_optimizer_in_backward() sets on a weight.
             tables[name].weight._optimizer_classes = [None]
             tables[name].weight._optimizer_kwargs = [dict(parameters)]
-        old: Any = each.old
-        plan.pop(each.old_path, None)
-        shardings = old.module_sharding_plan.items()
-        cut = {name: _cut_again(sharding, tables[name]) for name, sharding in shardings}
-        plan[each.new_path] = EmbeddingModuleShardingPlan(cut)
+        plan.pop(old_path, None)
+        shardings = _plan_of(old).items()
+        resized = {name: _resized(sharding, tables[name]) for name, sharding in shardings}
+        plan[new_path] = EmbeddingModuleShardingPlan(resized)
     return plan if planner is None else {**plan, **planner(root).plan}
 
 
-def _cut_again(sharding: ParameterSharding, table: Any) -> ParameterSharding:
-    """Return the same shards of a table with other rows, cut as TorchRec cuts them: equal blocks,
-    the last ones smaller. Of a table that loses columns those shards stay that hold columns that
-    are left."""
+def _resized(sharding: ParameterSharding, table: Any) -> ParameterSharding:
+    """Return a sharding on the same ranks for a table with other rows and fewer columns. Rows are
+    cut as TorchRec cuts them: equal blocks, the last ones smaller. Shards without a column that is
+    left are dropped."""
     spec = sharding.sharding_spec
     if spec is None:  # data-parallel
         return sharding
     rows, columns = table.num_embeddings, table.embedding_dim
-    left = [shard for shard in spec.shards if shard.shard_offsets[1] < columns]
-    heights, above = _heights(left), Counter[int]()
-    cut = []
-    # In TorchRec's order, in which the shards of one group of columns go from top to bottom.
-    for shard in left:
+    remaining = [shard for shard in spec.shards if shard.shard_offsets[1] < columns]
+    row_pieces = _row_pieces(remaining)
+    pieces_above = Counter[int]()
+    resized = []
+    # TorchRec lists the shards of a group of columns from top to bottom.
+    for shard in remaining:
         column = shard.shard_offsets[1]
-        block = -(-rows // heights[column])
-        top = min(above[column] * block, rows)
+        block = -(-rows // row_pieces[column])
+        top = min(pieces_above[column] * block, rows)
         sizes = [min(block, rows - top), min(shard.shard_sizes[1], columns - column)]
-        cut.append(ShardMetadata([top, column], sizes, shard.placement))
-        above[column] += 1
-    # As the planner wrote them, as long as no shard goes.
+        resized.append(ShardMetadata([top, column], sizes, shard.placement))
+        pieces_above[column] += 1
+    # The planner's own list if no shard is dropped: its order may differ.
     ranks = sharding.ranks
-    if len(left) < len(spec.shards):
-        ranks = [shard.placement.rank() for shard in left]
-    return replace(sharding, ranks=ranks, sharding_spec=EnumerableShardingSpec(cut))
+    if len(remaining) < len(spec.shards):
+        ranks = [shard.placement.rank() for shard in remaining]
+    return replace(sharding, ranks=ranks, sharding_spec=EnumerableShardingSpec(resized))
 
 
 def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
@@ -233,7 +234,7 @@ def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
     """
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(cuda):  # sharding initializes weights, which are overwritten
-        made: nn.Module = DistributedModelParallel(
+        sharded: nn.Module = DistributedModelParallel(
             root,
             env=model._env,
             device=model.device,
@@ -242,40 +243,40 @@ def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
             init_data_parallel=False,
             data_parallel_wrapper=model._data_parallel_wrapper,
         )
-    return made
+    return sharded
 
 
-def wrap_layers(made: Any, model: Any) -> None:
+def wrap_layers(new: Any, model: Any) -> None:
     """Put the dense layers of a new DistributedModelParallel under DDP if ``model`` has them there.
     Collective."""
     if model._ddp_wrapped:
-        made.init_data_parallel()
+        new.init_data_parallel()
 
 
-def combined(optimizer: object) -> list[Any] | None:
-    """Return the optimizers inside a CombinedOptimizer; None for another optimizer."""
-    if not isinstance(optimizer, CombinedOptimizer):
-        return None
-    return [part for _, part in optimizer.optimizers]
+def parts(optimizer: object) -> list[Any] | None:
+    """Return the optimizers inside one of TorchRec's: the parts of a CombinedOptimizer; [] for one
+    that only represents a fused optimizer. None for another optimizer."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return [part for _, part in optimizer.optimizers]
+    return [] if isinstance(optimizer, FusedOptimizer) else None
 
 
-def is_fused(optimizer: object) -> bool:
-    """Return whether an optimizer only represents one that runs inside the backward."""
-    return isinstance(optimizer, FusedOptimizer)
-
-
-def rename(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Replace a parameter where keyed optimizers hold it a second time, by name."""
-    for inside in combined(optimizer) or filter(None, [getattr(optimizer, "_optimizer", None)]):
-        rename(inside, old, new)
+def replace_parameter(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Replace a parameter in the names that keyed optimizers have for parameters."""
+    if isinstance(optimizer, CombinedOptimizer):
+        # It has no names of its own: it collects them from its parts.
+        for _, part in optimizer.optimizers:
+            replace_parameter(part, old, new)
+        return
+    if hasattr(optimizer, "_optimizer"):
+        replace_parameter(optimizer._optimizer, old, new)
     if isinstance(optimizer, KeyedOptimizer):
-        # Of a CombinedOptimizer this changes nothing: it collects the parameters of its parts at
-        # each read.
-        named = optimizer.params
-        named.update({name: new for name, parameter in named.items() if parameter is old})
+        for name, parameter in optimizer.params.items():
+            if parameter is old:
+                optimizer.params[name] = new
 
 
-# TorchRec's containers to tensors, and back: chosen ids of inputs, changed parts of outputs
+# TorchRec's containers of ids and outputs
 
 
 def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
@@ -285,7 +286,7 @@ def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTen
         ValueError: a feature is missing.
     """
     keys = ids.keys()
-    # Once a forward, and models have thousands of features: not by keys.index().
+    # This runs in each forward, with perhaps thousands of features: keys.index() would be slow.
     places = dict(zip(keys, range(len(keys)), strict=True))
     if missing := sorted(set(features).difference(places)):
         raise ValueError(f"Features {missing} are not in the KeyedJaggedTensor, which has {keys}.")
@@ -295,8 +296,8 @@ def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTen
 def take(
     ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return values, lengths and weights (None of a collection that is not weighted) in the order
-    of ``features``.
+    """Return values, lengths and weights (None if the collection is not weighted) in the order of
+    ``features``.
 
     Raises:
         ValueError: a feature or weights are missing, or batches differ in size by feature.
@@ -320,7 +321,7 @@ def _refuse_unfit(ids: KeyedJaggedTensor, weighted: bool) -> None:
             f"Invalid ids, {type(ids)}: must be a KeyedJaggedTensor or tensors of values and"
             " lengths."
         )
-    # Both say that outputs have other rows than inputs.
+    # With either, outputs and inputs differ in their number of rows.
     resized = ids.variable_stride_per_key() or ids.inverse_indices_or_none() is not None
     refuse(
         {
@@ -334,27 +335,26 @@ def _refuse_unfit(ids: KeyedJaggedTensor, weighted: bool) -> None:
 
 
 def give(
-    found: Tensor, lengths: Tensor, outputs: Sequence[str], dims: Sequence[int], pooled: bool
+    rows: Tensor, lengths: Tensor, outputs: Sequence[str], dims: Sequence[int], pooled: bool
 ) -> KeyedTensor | dict[str, JaggedTensor]:
-    """Return pooled rows as a KeyedTensor, or the rows of ids as a JaggedTensor for each of
-    ``outputs``."""
+    """Return pooled rows as a KeyedTensor, or the rows of ids as one JaggedTensor per output."""
     if pooled:
-        return KeyedTensor(keys=list(outputs), length_per_key=list(dims), values=found)
-    # Feature after feature; a row of lengths for each.
-    each = lengths.view(len(outputs), -1)
-    parts = torch.split(found, each.sum(1).tolist())
+        return KeyedTensor(keys=list(outputs), length_per_key=list(dims), values=rows)
+    # One row per output.
+    by_output = lengths.view(len(outputs), -1)
+    values = torch.split(rows, by_output.sum(1).tolist())
     return {
-        key: JaggedTensor(values=part, lengths=size)
-        for key, part, size in zip(outputs, parts, each, strict=True)
+        key: JaggedTensor(values=part, lengths=sizes)
+        for key, part, sizes in zip(outputs, values, by_output, strict=True)
     }
 
 
 def among(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
-    """Return a KeyedJaggedTensor of the ids that are ``chosen``, bool ``(n,)``, and their weights,
-    through which gradients flow back."""
+    """Return a KeyedJaggedTensor of the ``chosen`` ids, bool ``(n,)``, and their weights, through
+    which gradients flow back."""
     values, lengths = select_jagged(features.values(), features.lengths(), chosen)
     weights = features.weights_or_none()
-    # Either one stride for all features, or one for each and each rank (TorchRec's VBE).
+    # Either one stride for all features, or one per feature and rank (TorchRec's variable batch).
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
 from dist_sparse.enforcer import Hook
-from dist_sparse.enforcer.dense import combines
+from dist_sparse.enforcer.dense import torchrec_parts
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
 from dist_sparse.groups import warn_on_first_rank, world_group
 from dist_sparse.records import GuardCheck
@@ -605,7 +605,7 @@ def _stepper(optimizer: Any) -> Any:
     """Return the optimizer whose step ends the step of a wrapper: the innermost, or the first that
     is made of fused ones or of several."""
     # As LightningOptimizer does.
-    while not combines(optimizer) and hasattr(optimizer, "_optimizer"):
+    while torchrec_parts(optimizer) is None and hasattr(optimizer, "_optimizer"):
         optimizer = optimizer._optimizer
     return optimizer
 

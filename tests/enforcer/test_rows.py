@@ -27,7 +27,7 @@ from dist_sparse.enforcer.rows import (
     ZeroedRows,
     flag,
     in_table,
-    many,
+    one_pass_is_quicker,
     zero_rows,
 )
 from dist_sparse.masking import device
@@ -194,8 +194,12 @@ class TestWholeTable:
         whole_row, one, square = (
             BlockMask.full(Rect(0, 0, 100, 8), block, CPU) for block in ((1, 8), (1, 1), (4, 4))
         )
-        assert many(whole_row, 20) and many(one, 20)
-        assert not (many(whole_row, 19) or many(one, 19) or many(square, 100))
+        assert one_pass_is_quicker(whole_row, 20) and one_pass_is_quicker(one, 20)
+        assert not (
+            one_pass_is_quicker(whole_row, 19)
+            or one_pass_is_quicker(one, 19)
+            or one_pass_is_quicker(square, 100)
+        )
 
 
 class TestInTable:
@@ -253,7 +257,7 @@ class TestReads:
             if table in masked and first < stop and any(noted.values()):
                 mask = masked[table].mask
                 found = set(of_table(ids[first:stop].tolist(), mask.rect.rows))
-                if many(mask, stop - first):
+                if one_pass_is_quicker(mask, stop - first):
                     cleaned[table].update(range(mask.rect.rows))
                 elif stop - first < mask.rect.rows:
                     cleaned[table].update(noted[table] & found)
@@ -344,7 +348,7 @@ class TestRowFlags:
                 if stop - start >= rows[table]:
                     want[table].update(range(rows[table]))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rows_module, "TAKEN", chunk)
+            patch.setattr(rows_module, "FLAGS_AT_A_TIME", chunk)
             for table, of_this in flags.items():
                 assert all(part.dtype == torch.int64 for part in of_this.parts())
                 assert of_this.rows().tolist() == sorted(want[table])
