@@ -41,7 +41,12 @@ from dist_sparse.compaction.tables import (
 )
 from dist_sparse.groups import Group
 from dist_sparse.rotation.rotate import bases_of_outputs
-from dist_sparse.tables.modules import collection_of, modules_by_path, torchrec_port
+from dist_sparse.tables.modules import (
+    check_module,
+    collection_of,
+    modules_by_path,
+    torchrec_port,
+)
 from dist_sparse.tables.protocols import Collection, Replacement, TorchRecPort
 
 # Sites
@@ -598,7 +603,12 @@ def rebuild_of(
     model: nn.Module, action: str, optimizer: Any, plan: Planner | None, world: Group
 ) -> Rebuild:
     """Return the rebuild of a DistributedModelParallel or a plain module; for the arguments see
-    :class:`Rebuild`."""
+    :class:`Rebuild`.
+
+    Raises:
+        ValueError: the model is no module.
+    """
+    check_module(model)
     torchrec = torchrec_port()
     is_sharded = torchrec is not None and torchrec.is_sharded_model(model)
     kind = ShardedRebuild if is_sharded else Rebuild
