@@ -68,8 +68,8 @@ class Weight:
         return 1 if self.decay == 1 else round(_UNIT * self.decay**-self.age)
 
     def next(self) -> int | None:
-        """Begin the interval after an update. Return the weight by which counts must now be divided,
-        or None."""
+        """Begin the interval after an update. Return the weight by which to divide counts now, or
+        None."""
         before = self.now
         divides = before >= _UNIT * _GROWTH
         # After a division age 0 is the interval that ended, so the new one has age 1.
