@@ -62,12 +62,15 @@ class _Buckets(NamedTuple):
     a slot here are 4 bytes a slot and rank.
 
     Args:
+        state, version: the ``id_of_slot`` that it was built from, and its version then.
         starts: the first place of each bucket in ``slots``, int32 ``(2**bits,)``.
         slots: bucket after bucket, int32, padded with ``longest`` zeros so that a lookup may read
             ``longest`` places from any start.
         longest: slots in the fullest bucket, at least 1.
     """
 
+    state: Tensor
+    version: int
     starts: Tensor
     slots: Tensor
     longest: int
@@ -119,20 +122,17 @@ class SlotIndex(nn.Module):
         self.register_buffer("id_of_slot", state)
         # With all slots held, a bucket has between half a slot and one on average.
         self._bits = max(1, (slots - 1).bit_length())
-        # The tensor that the buckets were built from, and its version: a load writes into the
-        # tensor, moving the module replaces it.
-        self._built_from: tuple[Tensor | None, int] = (None, -1)
-        self._buckets: Any = None
+        self._buckets: _Buckets | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The version of a copied tensor starts at 0 again, so stale buckets could pass as current.
-        return {**self.__dict__, "_built_from": (None, -1), "_buckets": None}
+        return {**self.__dict__, "_buckets": None}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the state and of the hash table, on this rank."""
-        starts, slots, _ = self._current_buckets()
-        return self.id_of_slot.nbytes + starts.nbytes + slots.nbytes
+        buckets = self._current_buckets()
+        return self.id_of_slot.nbytes + buckets.starts.nbytes + buckets.slots.nbytes
 
     @property
     def num_kept(self) -> int:
@@ -146,11 +146,11 @@ class SlotIndex(nn.Module):
 
         ``ids`` (int32 or int64, any shape) is not changed.
         """
-        starts, slots, longest = self._current_buckets()
+        state, _, starts, slots, longest = self._current_buckets()
         flat = ids.reshape(-1).long()
         # Clamped before the cast: an id out of range, cut to int32, could equal another id.
         inside = flat.clamp(0, self.rows - 1)
-        wanted = inside.to(self.id_of_slot.dtype)
+        wanted = inside.to(state.dtype)
         place = starts.index_select(0, self._bucket(inside))
         found = slots.index_select(0, place)
         # Every lookup compares as many places as the fullest bucket has. Reading into the next
@@ -159,9 +159,8 @@ class SlotIndex(nn.Module):
         for _ in range(1, longest):
             place = place + 1
             slot = slots.index_select(0, place)
-            found = torch.where(self.id_of_slot.index_select(0, slot) == wanted, slot, found)
-        is_held = self.id_of_slot.index_select(0, found) == wanted
-        found = torch.where(is_held, found, REMOVED)
+            found = torch.where(state.index_select(0, slot) == wanted, slot, found)
+        found = torch.where(state.index_select(0, found) == wanted, found, REMOVED)
         return torch.where(inside == flat, found, UNKNOWN).view(ids.shape)
 
     def holders(self) -> tuple[Tensor, Tensor]:
@@ -197,16 +196,16 @@ class SlotIndex(nn.Module):
     def _current_buckets(self) -> _Buckets:
         """Return the hash table of the current state, rebuilt if the state has changed."""
         state = self.id_of_slot
-        built_from, version = self._built_from
-        if built_from is not state or version != state._version:
+        buckets = self._buckets
+        # A load writes into the tensor, moving the module replaces it.
+        if not buckets or buckets.state is not state or buckets.version != state._version:
             [slots] = (state >= 0).nonzero(as_tuple=True)
             bucket = self._bucket(state[slots].long())
             sizes = torch.bincount(bucket, minlength=1 << self._bits)
             longest = max(1, int(sizes.max()))
-            slots = nn.functional.pad(slots[bucket.int().argsort()], (0, longest))
-            self._buckets = _Buckets((sizes.cumsum(0) - sizes).int(), slots.int(), longest)
-            self._built_from = (state, state._version)
-        buckets: _Buckets = self._buckets
+            starts = (sizes.cumsum(0) - sizes).int()
+            slots = nn.functional.pad(slots[bucket.int().argsort()], (0, longest)).int()
+            self._buckets = buckets = _Buckets(state, state._version, starts, slots, longest)
         return buckets
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dist_sparse.checks import refuse
 from dist_sparse.groups import Group, Parcels
 from dist_sparse.slots.collections import VACANT
 from dist_sparse.tables.chunked import ChunkedTensor
@@ -142,7 +143,7 @@ class LookupCounts:
         """Return the counts for a state: one tensor of all ``ids`` of the table, of which each rank
         writes a part."""
         size = len(self.counts)
-        # With fewer ids than ranks, the last ranks own none.
+        # With fewer ids than ranks, the last ranks own none and write nothing.
         writes = [((self.first,), self.counts)] if size else []
         wants = [((self.first,), (size,))] if size else []
         return ChunkedTensor((ids,), self.counts.dtype, writes, wants)
@@ -259,13 +260,13 @@ def _check_counts(
     owner: LookupCounts | CandidateCounts, table: str, part: Tensor, fits: bool
 ) -> None:
     """Refuse counts from a state that are not those of the owned ids."""
-    if not fits or part.dtype != torch.int32:
-        raise ValueError(
-            f"Table {table!r}: the state has no counts of the ids [{owner.first}, {owner.last})."
-            " Of other ranks, it must be loaded by torch.distributed.checkpoint."
-        )
-    if bool((part < 0).any()):
-        raise ValueError(f"Table {table!r}: the state has counts below 0.")
+    lacks = f"Table {table!r}: the state has no counts of the ids [{owner.first}, {owner.last})."
+    rules = {
+        f"{lacks} Of other ranks, it must be loaded by torch.distributed.checkpoint.": not fits
+        or part.dtype != torch.int32,
+        f"Table {table!r}: the state has counts below 0.": (part < 0).any(),
+    }
+    refuse(rules)
 
 
 # Communication
@@ -320,8 +321,8 @@ def least_winning_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Gr
     padding = torch.tensor([PROTECTED])
     here = []
     for table_keys in keys:
-        coldest = torch.cat([table_keys, padding]).min()
-        here.append(torch.stack([torch.tensor(len(table_keys)), coldest]))
+        least = torch.cat([table_keys, padding]).min()
+        here.append(torch.stack([torch.tensor(len(table_keys)), least]))
     holders, coldest = group.all_gather(torch.stack(here)).unbind(2)
     # While a slot is free, any count wins it: 0. Otherwise more than the coldest holder's count is
     # needed, which is half its key: in a tie the holder keeps its slot.
@@ -371,7 +372,7 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
         prefix = prefix * _BUCKETS + bucket
     # Now the prefix is the last winning key, and ``left`` slots remain for the ids that have it.
     tied = [table_keys == last for table_keys, last in zip(keys, prefix, strict=True)]
-    num_tied = torch.tensor([int(flags.sum()) for flags in tied], dtype=torch.int64)
+    num_tied = torch.stack([flags.sum() for flags in tied])
     # Smaller ids win a tie, and lower ranks own smaller ids.
     left -= group.all_gather(num_tied)[: group.rank].sum(0)
     winners = []

@@ -247,13 +247,13 @@ class FollowingTables:
                 raise ValueError(f"Invalid {protect_ids=}: must be ids by table, {{'item': [0]}}.")
             self._tables = _find_tables(collections, protect_ids, candidates, self._group)
             # Raises now for tables that write() could not initialize later.
-            for table in self._tables.values():
+            for table in self._tables:
                 table.stored(self._steppers)
             facts.update(
                 every=every, admit_after=admit_after, decay=decay, seed=seed, **self._sizes()
             )
         self.steps = 0
-        self.moved = dict.fromkeys(self._tables, 0)
+        self.moved = {table.name: 0 for table in self._tables}
         self.updates: list[SlotUpdate] | None = None
         # The step that admits the reserved ids; -1 if no slot is reserved.
         self._admits_at = -1
@@ -275,7 +275,7 @@ class FollowingTables:
     def _update(self) -> None:
         """Give the slots to the hottest ids. Collective."""
         started = time.perf_counter()
-        ahead = max(table.ids.ahead for table in self._tables.values())
+        ahead = max(table.ids.ahead for table in self._tables)
         with self._group.agreeing("step()") as facts:
             facts["steps"] = self.steps
             if self._admits_at >= 0:
@@ -290,7 +290,7 @@ class FollowingTables:
         self._drop_cold_candidates()
         changes = self._select()
         divisor = self._weight.next()
-        for table, (leaving, coming) in zip(self._tables.values(), changes, strict=True):
+        for table, (leaving, coming) in zip(self._tables, changes, strict=True):
             device = table.index.id_of_slot.device
             table.index.hand_over(leaving.to(device), coming.to(device))
             table.counts.begin_interval()
@@ -304,10 +304,9 @@ class FollowingTables:
 
     def _record(self, changes: Sequence[tuple[Tensor, Tensor]], started: float) -> None:
         """Sum the lookups since the previous update over all ranks. Collective."""
-        tables = list(self._tables.values())
         found = []
-        sums = self._group.all_reduce(torch.stack([table.fates for table in tables]))
-        for table, row, (leaving, coming) in zip(tables, sums, changes, strict=True):
+        sums = self._group.all_reduce(torch.stack([table.fates for table in self._tables]))
+        for table, row, (leaving, coming) in zip(self._tables, sums, changes, strict=True):
             table.reset_fates()
             table.totals.add_(row)
             lookups, missed, unseen, out_of_range = row.tolist()
@@ -328,10 +327,9 @@ class FollowingTables:
 
     def _exchange_lookups(self) -> None:
         """Send the recorded lookups to the ranks that own the ids. Collective."""
-        tables = list(self._tables.values())
         # For each owner: ids and times of the first table, of the second, and so on.
         outgoing: list[list[Tensor]] = [[] for _ in range(self._group.size)]
-        for table in tables:
+        for table in self._tables:
             ids, times = table.ids.take_counts(table.name)
             # Ids ascend, so the ids of one owner are one slice.
             cuts = torch.searchsorted(ids, torch.tensor(table.starts[1:-1], dtype=ids.dtype))
@@ -339,14 +337,14 @@ class FollowingTables:
             for to_owner, ids_and_times in zip(outgoing, parts, strict=True):
                 to_owner += ids_and_times
         arrived = exchange(outgoing, self._group)
-        for number, table in enumerate(tables):
+        for number, table in enumerate(self._tables):
             pairs = [(parts[2 * number], parts[2 * number + 1]) for parts in arrived]
             table.add_lookups(pairs, self._weight.now)
 
     def _drop_cold_candidates(self) -> None:
         """Keep the counts of the hottest ids, in tables with too many ids to count each.
         Collective."""
-        hashed = [table for table in self._tables.values() if table.index.hashed]
+        hashed = [table for table in self._tables if table.index.hashed]
         if not hashed:
             return
         keys = [table.counts.counts.long() for table in hashed]
@@ -359,15 +357,17 @@ class FollowingTables:
     def _select(self) -> list[tuple[Tensor, Tensor]]:
         """Return for each table the ids that lose their slots, and the ids that win one, over all
         ranks: ascending, int64. Collective."""
-        tables = list(self._tables.values())
-        slots = [table.index.stored for table in tables]
-        holders = [table.owned_holders() for table in tables]
-        keys = [table.ranking_keys(ids, True) for table, ids in zip(tables, holders, strict=True)]
+        slots, holders, keys = [], [], []
+        for table in self._tables:
+            ids = table.owned_holders()
+            slots.append(table.index.stored)
+            holders.append(ids)
+            keys.append(table.ranking_keys(ids, True))
         # Without this bound, every id that was looked up would take part in the selection.
         bounds = least_winning_counts(slots, keys, self._group)
         admitted = self.admit_after * self._weight.now
         contests = []
-        for table, ids, bound in zip(tables, holders, bounds, strict=True):
+        for table, ids, bound in zip(self._tables, holders, bounds, strict=True):
             # select_winners() needs ascending ids; holders come first before the sort.
             both, order = torch.cat([ids, table.newcomers(max(admitted, bound))]).sort()
             holds = order < len(ids)
@@ -382,7 +382,7 @@ class FollowingTables:
     def _admit(self) -> None:
         """Write the reserved rows, and let their ids be found. Local."""
         self._admits_at = -1
-        for table in self._tables.values():
+        for table in self._tables:
             # Lookups before now found no slot: their fates must not be those of the new index.
             table.ids.count_batches()
             ids, slots = table.index.admit()
@@ -403,8 +403,8 @@ class FollowingTables:
             "seed": self.seed,
             "tables": self._sizes(),
             "counts": {
-                name: table.counts.saved(table.candidates, self._group)
-                for name, table in self._tables.items()
+                table.name: table.counts.saved(table.candidates, self._group)
+                for table in self._tables
             },
         }
 
@@ -417,40 +417,40 @@ class FollowingTables:
                 not loaded by torch.distributed.checkpoint. On every rank, and nothing has changed.
         """
         with self._group.agreeing("load_state_dict()") as facts:
-            expected = {
-                "decay": self._weight.decay,
-                "seed": self.seed,
-                "tables": self._sizes(),
-            }
+            expected = {"decay": self._weight.decay, "seed": self.seed, "tables": self._sizes()}
+            rules = {}
             for key, value in expected.items():
                 saved = state_dict.get(key)
-                if saved != value:
-                    raise ValueError(f"The state has {key}={saved}, and here it is {value}.")
+                rules[f"The state has {key}={saved}, and here it is {value}."] = saved != value
+            checks.refuse(rules)
             steps = {key: int(state_dict[key]) for key in ("step", "admits_at", "age")}
-            counts = {
-                name: table.counts.part(name, state_dict["counts"][name])
-                for name, table in self._tables.items()
-            }
+            counts = [
+                table.counts.part(table.name, state_dict["counts"][table.name])
+                for table in self._tables
+            ]
             facts.update(steps)
-        self.steps, self._admits_at = steps["step"], steps["admits_at"]
+        self.steps = steps["step"]
+        self._admits_at = steps["admits_at"]
         self._weight = Weight(self._weight.decay, steps["age"])
-        for name, table in self._tables.items():
-            table.ids.take_counts(name)
+        for table, loaded in zip(self._tables, counts, strict=True):
+            # Lookups that were recorded before belong to the state that is replaced.
+            table.ids.take_counts(table.name)
             table.reset_fates()
-            table.counts.load(*counts[name])
+            table.counts.load(*loaded)
 
     def summary(self) -> str:
         """Return a text table of the slots, the ids without one, and the fates of the training
         lookups on all ranks. Collective."""
         self._exchange_lookups()
-        tables = list(self._tables.values())
-        here = [torch.cat([torch.tensor(table.without_slot()), table.fates]) for table in tables]
+        here = [
+            torch.cat([torch.tensor(table.without_slot()), table.fates]) for table in self._tables
+        ]
         sums = self._group.all_reduce(torch.stack(here))
         # Narrow heads and short numbers: a table is one line of 80 columns.
         head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "moved"]
         head += ["lookups", "missed", "of new ids", "out of range"]
         lines = []
-        for table, row in zip(tables, sums, strict=True):
+        for table, row in zip(self._tables, sums, strict=True):
             index = table.index
             waiting, never = row[:2].tolist()
             lookups, missed, unseen, out = (row[2:] + table.totals).tolist()
@@ -461,14 +461,14 @@ class FollowingTables:
         return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 11)))])
 
     def __repr__(self) -> str:
-        names = ", ".join(self._tables)
+        names = ", ".join(self.moved)
         return f"{type(self).__name__}(step {self.steps}, every {self.every}: {names})"
 
     def _sizes(self) -> dict[str, list[int]]:
         """Return the number of ids, of slots and of ids with a count, by table."""
         return {
-            name: [table.index.rows, table.index.stored, table.candidates]
-            for name, table in self._tables.items()
+            table.name: [table.index.rows, table.index.stored, table.candidates]
+            for table in self._tables
         }
 
 
@@ -477,8 +477,8 @@ def _find_tables(
     protect_ids: Mapping[str, Sequence[int] | Tensor],
     candidates: int,
     group: Group,
-) -> dict[str, _Table]:
-    """Return the following tables of collections, by name."""
+) -> list[_Table]:
+    """Return the following tables of collections."""
     found: dict[str, _Table] = {}
     for collection in collections:
         if not collection_of(collection.inner).is_sharded:
@@ -512,7 +512,7 @@ def _find_tables(
         f"Invalid protect_ids: {unknown} are none of the tables {sorted(found)}.": unknown,
     }
     checks.refuse(rules)
-    return found
+    return list(found.values())
 
 
 def _distinct_protected(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
