@@ -34,6 +34,7 @@ from dist_sparse.checkpoint.state import (
     split,
 )
 from dist_sparse.groups import Group, world_group, world_rank
+from dist_sparse.tables.modules import check_module
 from dist_sparse.text import number_of, size, table_lines
 
 if TYPE_CHECKING:
@@ -362,7 +363,12 @@ def _nothing() -> Future[None]:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """Return the model without DDP, which puts ``module.`` before every name."""
+    """Return the model without DDP, which puts ``module.`` before every name.
+
+    Raises:
+        ValueError: it is no module.
+    """
+    check_module(model)
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 

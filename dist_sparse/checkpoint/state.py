@@ -209,8 +209,12 @@ class OptimizerState:
             found = {name: _plain(f"option {name!r} of {keys[0]!r}", group[name]) for name in names}
             options |= dict.fromkeys(keys, found)
         steps = [int(owner._emb_module.iter) for owner in self._fused]
-        found = {"options": options, "values": self._scalars, "cuts": self._cuts}
-        return {**found, "fused_steps": steps}
+        return {
+            "options": options,
+            "values": self._scalars,
+            "cuts": self._cuts,
+            "fused_steps": steps,
+        }
 
     def prepare_load(
         self, tensors: Mapping[str, Any], saved: Json, merge: bool

@@ -118,7 +118,7 @@ class CompactIds(nn.Module):
             flags = rows == UNKNOWN
             self._report(self._unknown.add(features.values(), flags, features.length_per_key()))
         kept, weights = rows >= 0, features.weights_or_none()
-        self._translated(given, features, kept)
+        self._record_batch(given, features, kept)
         # The operator of the enforcer's drop: one pass over ids and lengths.
         rows, lengths = select_jagged(rows, features.lengths(), kept)
         return KeyedJaggedTensor(
@@ -128,11 +128,11 @@ class CompactIds(nn.Module):
             lengths=lengths,
         )
 
-    def _translated(
+    def _record_batch(
         self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
     ) -> None:
-        """Take note of a batch, whose ids have a row where ``kept``, in the order of
-        :meth:`ordered`."""
+        """Record a translated batch; a hook for subclasses. ``kept`` tells which ids have a row, in
+        the order of :meth:`ordered`."""
 
     def ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the features of the collection in the order of its tables, one that two tables

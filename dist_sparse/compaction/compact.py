@@ -1,9 +1,8 @@
 """`compact()` replaces the tables of a sparsified model by tables of their kept rows or columns.
-`expand()` is the way back: whole tables take the places of compact ones.
+`expand()` is the inverse: it replaces compact tables by whole ones.
 
-Both have three phases, and the same second and third one, in
-:meth:`~dist_sparse.compaction.replacing.Rebuild.replace`. No rank begins the next part of a phase
-before all have succeeded in this one:
+Both have three phases. :meth:`~dist_sparse.compaction.replacing.Rebuild.replace` does the second
+and third for both. All ranks must succeed in one part of a phase before any begins the next:
 
 1. Check which rows and columns are kept, and whether all tables can be replaced. Nothing changes.
 2. Build: new modules replace the old ones in the user's module; weights and optimizer state of
@@ -26,6 +25,7 @@ from dist_sparse.groups import world_group
 from dist_sparse.records import TableStats
 from dist_sparse.rotation.rotate import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.shards import Block, ShardedData, narrow_width
 from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 
@@ -63,9 +63,9 @@ def compact(
         sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier. Its masks must remove
             whole rows, or columns of rotated tables: these become narrower, by columns whose number
             is a multiple of 4.
-        optimizer: all optimizers that step tables that are not fused, one or a sequence: they hold
-            the new parameters afterwards. None uses those that the enforcer is attached to; ``()``
-            means there are none.
+        optimizer: one or all optimizers that step tables without a fused optimizer; they get the
+            new parameters. None uses the optimizers that the enforcer is attached to; ``()`` means
+            there are none.
         plan: returns a ShardingPlan for the compact, unsharded module, whose collections of kept
             rows are called ``inner``. None keeps sharding types, ranks and columns, and cuts the
             kept rows evenly.
@@ -96,8 +96,8 @@ def compact(
         (torch.Size([20, 8]), True)
     """
     world = world_group()
-    # 1. Check. Arguments are compared first: counting rows communicates over the groups of the
-    # tables, where ranks with different arguments would wait for each other.
+    # 1. Check. Arguments are compared over the world first: counting rows communicates over the
+    # groups of the tables, where ranks with different arguments would wait for each other.
     with world.agreeing("compact()") as facts:
         choice("removed", removed, ("zero", "default_row"))
         default_row = removed == "default_row"
@@ -105,38 +105,38 @@ def compact(
         if names := sparsifier.masks.plain.names:
             raise ValueError(f"Plain data can't be compacted: {names} are no tables of a model.")
         if optimizer is None:
-            # An attached enforcer knows them.
+            # An attached enforcer knows the optimizers.
             optimizer = getattr(sparsifier.masks.enforcer, "optimizers", None)
         rebuild = rebuild_of(model, "compact", optimizer, plan, world)
         facts.update(rebuild.facts, removed=removed, tables=sparsifier.masks.tables.names)
         if isinstance(sparse, SparseTraining):
-            # Here, not in detach(): where warnings are errors it raises, and all is unchanged yet.
+            # Not in detach() below: where warnings are errors, this raises before any change.
             sparse.warn_of_early_end()
     with world.agreeing("compact(), counting rows"):
         stats = {table.name: table for table in sparsifier.table_stats()}
         kept = kept_rows(sparsifier)
     with world.agreeing("compact()"):
-        # The width is rounded up to a multiple of 4: removed columns that stay must be zeros.
+        # Widths are rounded up to a multiple of 4, so removed columns may stay: they must be zeros.
         sparsifier.masks.hooks.settle()
         losing = {name for name, table in stats.items() if table.removed_blocks}
         if not losing:
             raise ValueError("Nothing is removed yet, so there is nothing to compact.")
         widths = _widths(sparsifier, stats, losing)
-        changes = _changes(model, sparsifier, losing, widths, kept)
+        changes = _plan_changes(model, sparsifier, losing, widths, kept)
         rebuild.refuse([change.site for change in changes], bool(widths), default_row)
 
-    # 2. Build. The old tables are still there, so any failure leaves the model as it was.
+    # 2. Build. The old tables are still in place, so any failure leaves the model unchanged.
     with world.agreeing("compact(), building its tables"):
-        for each in changes:
-            each.new = each.site.compacted(each.kept, each.widths, model, default_row)
+        for change in changes:
+            change.new = change.site.compacted(change.kept, change.widths, model, default_row)
 
     def finish(root: nn.Module) -> None:
-        # Narrower outputs of rotated tables are turned back.
-        for each in changes:
-            move_bases(each.site.module, root.get_submodule(each.path), root, widths)
+        # The hooks that rotate outputs back move to the narrower tables.
+        for change in changes:
+            move_bases(change.site.module, root.get_submodule(change.path), root, widths)
         _detach(sparse, sparsifier)
 
-    # Rows move to the new tables; then, 3., the old ones are released.
+    # replace() moves the rows, calls finish(), and then, 3., releases the old tables.
     return rebuild.replace(changes, finish=finish)
 
 
@@ -148,8 +148,8 @@ def _widths(
     widths: dict[str, int] = {}
     rotation, store = sparsifier.masks.rotation, sparsifier.masks.tables
     for group in getattr(rotation, "groups", ()):
-        # Tables that are rotated together meet in dot products: they need the same columns. So one
-        # table that has lost nothing makes its whole group keep all.
+        # Outputs of tables that are rotated together meet in dot products, so they need the same
+        # columns. One table that has lost nothing makes its whole group keep all.
         most = 0
         for name in group:
             kept = stats[name].blocks - stats[name].removed_blocks
@@ -159,44 +159,54 @@ def _widths(
     return widths
 
 
-def _changes(
+def _plan_changes(
     model: nn.Module,
     sparsifier: BaseDataSparsifier,
     losing: set[str],
     widths: dict[str, int],
     kept: Mapping[str, Tensor],
 ) -> list[Change]:
-    """Return what every module with a table in ``losing`` keeps.
+    """Return a change for every module with a table in ``losing``.
 
     Args:
         losing: registered names of tables with removed rows or columns.
-        widths: remaining columns of the rotated ones, by registered name.
-        kept: which rows are kept, by registered name.
+        widths: remaining columns of rotated tables, by registered name.
+        kept: which rows are kept, by registered name: bool ``(rows,)``.
+
+    Raises:
+        ValueError: a mask removes parts of rows, or ``model`` does not have a table of ``losing``.
     """
     store = sparsifier.masks.tables
     located = store.locate()
     for name in sorted(losing.difference(widths)):
         _refuse_partial_rows(located[name], store.table(name).block)
-    # Another model may have tables of the same names; the source of registered tensors has none.
-    models = [getattr(source, "model", nn.Module()) for source in store.sources]
-    sparsified = set(nn.ModuleList(models).modules())
-    by_fqn = {data.fqn: name for name, data in located.items()}
-    found = []
+    sparsified = _sparsified_modules(store)
+    registered = {data.fqn: name for name, data in located.items()}
+    changes = []
     missing = set(losing)
     for site in sites_of(model):
-        names = {table: by_fqn[fqn] for table, fqn in site.tables.items() if fqn in by_fqn}
-        if site.module in sparsified and losing.intersection(names.values()):
-            # A table that is not registered keeps all.
-            rows = site.used_rows()
-            for table, name in names.items():
-                rows[table] &= kept[name]
-            found.append(Change(site, rows, widths=_site_widths(site, names, widths)))
-            missing.difference_update(names.values())
+        # By the site's own name of a table, its registered one. An unregistered table keeps all.
+        names = {own: registered[fqn] for own, fqn in site.tables.items() if fqn in registered}
+        if losing.isdisjoint(names.values()) or site.module not in sparsified:
+            continue
+        rows = site.used_rows()
+        for own, name in names.items():
+            rows[own] &= kept[name]
+        changes.append(Change(site, rows, widths=_site_widths(site, names, widths)))
+        missing.difference_update(names.values())
     if missing:
         raise ValueError(
             f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
         )
-    return found
+    return changes
+
+
+def _sparsified_modules(store: PackedStore) -> set[nn.Module]:
+    """Return all modules of the models that tables were registered from. Names alone do not tell:
+    another model may have tables of the same names."""
+    # The source of tensors that were registered without a model has no such attribute.
+    models = [getattr(source, "model", nn.Module()) for source in store.sources]
+    return set(nn.ModuleList(models).modules())
 
 
 def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -> dict[str, int]:
@@ -205,6 +215,7 @@ def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -
         # TorchRec refuses an EmbeddingCollection of several widths.
         narrower = widths.keys() & names.values()
         widest = max((widths[name] for name in narrower), default=0)
+        # In place, for finish() too: it moves the rotations by these widths.
         widths |= dict.fromkeys(narrower, widest)
     return {table: widths[name] for table, name in names.items() if name in widths}
 
@@ -221,10 +232,10 @@ def _refuse_partial_rows(data: ShardedData, block: Block) -> None:
 
 
 def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
-    """Detach the enforcer and let the sparsifier forget all tables."""
+    """Detach the enforcer and unregister all tables from the sparsifier."""
     if isinstance(sparse, SparseTraining):
         sparse.detach()
-    # A sparsifier may have an enforcer that was attached by hand.
+    # Without a SparseTraining, the user may have attached an enforcer.
     if isinstance(sparsifier.masks.enforcer, MaskEnforcer):
         sparsifier.masks.enforcer.detach()
     for name in sparsifier.masks.tables.names:
@@ -240,7 +251,7 @@ def expand(
     initial: Literal["zero", "init"] = "zero",
     seed: int = 0,
 ) -> nn.Module:
-    """Return ``model`` with whole tables in the places of compact ones: the inverse of
+    """Return ``model`` with compact tables replaced by whole ones: the inverse of
     :func:`~dist_sparse.compact`. Collective: every rank of the world must call it.
 
     Weights and optimizer state of kept rows are moved bit for bit, with learning rates and step
@@ -254,13 +265,13 @@ def expand(
     Args:
         model: with compact tables: a DistributedModelParallel or a plain module. For a DDP module,
             pass the inner module, then wrap the result.
-        optimizer: all optimizers that step tables that are not fused, one or a sequence: they hold
-            the new parameters afterwards. ``()`` means there are none.
+        optimizer: one or all optimizers that step tables without a fused optimizer; they get the
+            new parameters. ``()`` means there are none.
         plan: returns a ShardingPlan for the unsharded module with whole tables. None keeps sharding
             types, ranks and columns, and cuts the rows evenly.
-        initial: what rows that come back start from: ``"zero"``, or ``"init"``, the distribution of
-            the table's initializer (TorchRec's uniform one, or that of ``nn.Embedding``). They are
-            the same on every sharding and number of ranks.
+        initial: initial weights of the rows that were removed: ``"zero"``, or ``"init"``, drawn
+            from the distribution of the table's initializer (TorchRec's uniform one, or that of
+            ``nn.Embedding``). They are the same on every sharding and number of ranks.
         seed: of ``initial="init"``.
 
     Raises:
@@ -290,7 +301,7 @@ def expand(
         choice("initial", initial, ("zero", "init"))
         integer("seed", seed, least=0)
         rebuild = rebuild_of(model, "expand", optimizer, plan, world)
-        # Compact collections that keep all rows have nothing to bring back.
+        # Compact collections that keep all rows need no change.
         sites = [site for site in sites_of(model) if site.indexes()]
         tables = [site.label for site in sites]
         facts.update(rebuild.facts, initial=initial, seed=seed, tables=tables)
@@ -299,19 +310,19 @@ def expand(
         rebuild.refuse(sites)
         changes = [_expansion(site, initial == "init") for site in sites]
 
-    # 2. Build. The compact tables are still there, so any failure leaves the model as it was.
+    # 2. Build. The compact tables are still in place, so any failure leaves the model unchanged.
     with world.agreeing("expand(), building its tables"):
-        for each in changes:
-            each.new = each.site.expanded()
-    # Rows move to the new tables; then, 3., the old ones are released.
+        for change in changes:
+            change.new = change.site.expanded()
+    # replace() moves the rows and then, 3., releases the compact tables.
     return rebuild.replace(changes, seed)
 
 
 def _expansion(site: Site, draws: bool) -> Change:
-    """Return which stored rows of a module move, and which rows of whole tables take them.
+    """Return which stored rows of a module move, and which rows of whole tables receive them.
 
     Args:
-        draws: whether the others are drawn.
+        draws: whether to draw the other rows; otherwise they are zero.
 
     Raises:
         ValueError: an enforcer masks the tables, or an initializer can't draw single rows.

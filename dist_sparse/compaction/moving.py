@@ -1,9 +1,9 @@
-"""Rows: which are kept, and how they move between ranks, with their optimizer state.
+"""Kept rows, and how they move between ranks with their optimizer state.
 
-Rows that are kept are numbered in order: *kept coordinates* are a rectangle's rows in that
-numbering, and its columns. Rows travel chunk by chunk, so that no rank ever holds more of a table
-than its own shards and one chunk for each rank that wants it. A collection moves table by table,
-its weights and then each of its states.
+Kept rows are numbered in ascending order. *Kept coordinates* are rows in that numbering, and
+columns. Rows move in chunks, so that no rank ever holds more of a table than its own shards and one
+chunk for each rank that receives it. A collection moves table by table: weights first, then one
+optimizer state after the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from dist_sparse.tables.shards import Rect, ShardedData, whole
 
 # Which rows are kept, and moving them
 
-# Rows that are counted together to cut a table into chunks.
+# Chunks begin and end at multiples of this many rows, whose kept rows are counted together.
 _SPAN = 4096
 
 
@@ -61,14 +60,14 @@ def kept_rows(
         located = packed.current_for("kept_rows()")
     kept: dict[str, Tensor] = {}
     for names in packed.groups.values():
-        kept |= gather_rows([located[name] for name in names], partial(_kept, packed))
+        kept |= gather_rows([located[name] for name in names], partial(_rows_kept_in, packed))
     for name in dense.names:
         kept[name] = (as_matrix(dense.mask(name)) != 0).any(1).cpu()
     return kept
 
 
-def _kept(store: PackedStore, data: ShardedData, rect: Rect) -> Tensor:
-    """Return the rows of a shard of this rank that its mask keeps."""
+def _rows_kept_in(store: PackedStore, data: ShardedData, rect: Rect) -> Tensor:
+    """Return which rows of this rank's shard at ``rect`` its mask keeps: bool ``(rect.rows,)``."""
     masks = {mask.rect: mask for mask in store.masks(data.name)}
     return ~masks[rect].dead_rows().cpu()
 
@@ -83,8 +82,8 @@ def gather_rows(
     one bit a row and shard.
 
     Args:
-        flags: of the rows of a shard of this rank, bool ``(rect.rows,)``.
-        held: the shards of a group rank that are asked; of several replicas the first by default.
+        flags: flags the rows of a shard of this rank: bool ``(rect.rows,)``.
+        held: the shards that a group rank reports; by default, only the first replica reports.
     """
     group = group_over(tables[0].ranks)
     shards: list[list[tuple[ShardedData, Rect]]] = []
@@ -92,9 +91,9 @@ def gather_rows(
     for rank in range(group.size):
         shards.append([(data, rect) for data in tables for rect in held(data, rank)])
         rows.append(sum(rect.rows for _, rect in shards[rank]))
-    # An all-gather takes messages of one length.
+    # All messages of an all-gather have one length.
     most = max(rows)
-    # A rank that runs out of memory here would leave the others waiting.
+    # Without the agreement, a rank that runs out of memory here leaves the others waiting.
     with group.agreeing("counting rows"):
         flagged = [flags(data, rect) for data, rect in shards[group.rank]]
         padding = torch.zeros(most - rows[group.rank], dtype=torch.bool)
@@ -109,7 +108,7 @@ def gather_rows(
     return found
 
 
-# Of a chunk of rows, of the whole width of the table.
+# Bytes of a chunk of kept rows of the whole width of the table. A chunk is at least one row.
 CHUNK_BYTES = 8 << 20
 
 
@@ -120,19 +119,19 @@ def move_rows(
     wanted: Sequence[Sequence[Rect]],
 ) -> Iterator[tuple[Rect, Tensor]]:
     """Yield the kept rows that this rank wants, chunk by chunk, bit for bit. Collective over the
-    ranks of ``source``: one all-to-all a chunk, in each ``next()``, so all ranks must exhaust it.
-    Replicas: the first holder sends.
+    ranks of ``source``: one all-to-all a chunk, in each ``next()``, so all ranks must exhaust the
+    iterator. Of several replicas the first sends.
 
     Args:
         source: the table as it is stored now, with the dtype of ``tensors``.
-        tensors: of this rank, one for each of ``source.shards``: the weights themselves or any
-            optimizer state of their shape.
+        tensors: one for each of this rank's ``source.shards``: the weights, or optimizer state of
+            their shape.
         kept: bool ``(source.shape[0],)`` on the CPU, the same on every rank.
-        wanted: for each group rank the rectangles that it wants, in kept coordinates.
+        wanted: the rectangles that each group rank wants, in kept coordinates.
 
     Yields:
-        A rectangle in kept coordinates within one that this rank wants, with all its columns, and
-        what is in it: ``(rows, columns)``. It may be a view of a message. Rows ascend.
+        A rectangle in kept coordinates, within one that this rank wants and with all its columns;
+        its rows as a tensor ``(rows, columns)``, which may be a view of a message. Rows ascend.
 
     Example::
 
@@ -154,19 +153,19 @@ def move_rows(
     row_bytes = max(1, source.shape[1] * source.dtype.itemsize)
     for chunk in _chunks(kept, max(1, CHUNK_BYTES // row_bytes)):
         parcels = Parcels(group)
-        # A rank out of memory ends it on all.
+        # Without the agreement, a rank that runs out of memory here leaves the others waiting.
         with group.agreeing(f"moving rows of {source.name!r}"):
-            for part in _parts(source.owned(group.rank), kept, chunk):
-                # A shard may be on a GPU, and the flags are on the CPU.
+            for part in _parts_in(source.owned(group.rank), kept, chunk):
+                # A shard may be on a GPU; the flags are on the CPU.
                 top = part.shard.row
                 local = held[part.shard][part.rows.start - top : part.rows.stop - top]
                 local = local[kept[part.rows].to(local.device)].view(part.kept.rows, -1)
-                _send(parcels, part.kept, local, wanted)
-            arriving = _expected(parcels, source, kept, chunk, wanted[group.rank])
+                _pack_wanted(parcels, part.kept, local, wanted)
+            arriving = _expect_pieces(parcels, source, kept, chunk, wanted[group.rank])
         parcels.exchange(group.device)
-        # Read from the message only now, a rectangle at a time.
+        # Read here, not above, so that one rectangle at a time is copied out of the messages.
         for want, pieces in arriving.items():
-            yield _put_together(want, [(common, read()) for common, read in pieces])
+            yield _join_pieces(want, [(common, read()) for common, read in pieces])
 
 
 def move_rowwise(
@@ -175,21 +174,21 @@ def move_rowwise(
     kept: Tensor,
     wanted: Sequence[Sequence[Rect]],
 ) -> Iterator[tuple[Rect, Tensor]]:
-    """Yield kept values as :func:`move_rows` yields rows, ``(rows,)``: of tensors with one value
-    per row and shard, ``(rows,)`` or ``(rows, 1)``. They move as a table with one column for each
-    span of columns.
+    """Yield kept values as :func:`move_rows` yields rows, but as tensors ``(rows,)``. ``tensors``
+    have one value per row and shard, ``(rows,)`` or ``(rows, 1)``. They move as a table with one
+    column for each column span of the shards.
 
     Raises:
-        ValueError: values are wanted of columns that are of no shard: they can't be derived from
-            values of shards of other widths.
+        ValueError: values are wanted for columns that are not those of a shard: they can't be
+            derived from the values of other columns.
     """
     spans = sorted({(rect.col, rect.cols) for rect in source.rects})
 
-    def column(rect: Rect) -> Rect:
-        # An empty shard of a rank has nothing to send, whatever its columns.
+    def as_column(rect: Rect) -> Rect:
+        # An empty shard sends nothing, and its columns may be no span.
         if not rect.numel:
             return rect
-        # Every rank knows all that is wanted, so all of them raise.
+        # ``wanted`` is the same on every rank, so all ranks raise.
         if (rect.col, rect.cols) not in spans:
             raise ValueError(
                 f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the"
@@ -198,36 +197,40 @@ def move_rowwise(
             )
         return Rect(rect.row, spans.index((rect.col, rect.cols)), rect.rows, 1)
 
-    tiling = tuple(tuple(map(column, rects)) for rects in source.tiling)
+    tiling = tuple(tuple(map(as_column, rects)) for rects in source.tiling)
     table = replace(source, shape=(source.shape[0], len(spans)), tiling=tiling)
-    columns = [list(map(column, rects)) for rects in wanted]
+    columns = [list(map(as_column, rects)) for rects in wanted]
     for rect, values in move_rows(table, tensors, kept, columns):
         first, count = spans[rect.col]
         yield rect._replace(col=first, cols=count), values.view(-1)
 
 
-def _send(parcels: Parcels, there: Rect, local: Tensor, wanted: Sequence[Sequence[Rect]]) -> None:
-    """Pack for each rank what it wants of ``local``, this rank's kept rows at ``there``."""
+def _pack_wanted(
+    parcels: Parcels, here: Rect, local: Tensor, wanted: Sequence[Sequence[Rect]]
+) -> None:
+    """Pack the parts of ``local``, this rank's kept rows at ``here``, that each rank wants."""
     for receiver, rects in enumerate(wanted):
-        for part in filter(None, map(there.intersect, rects)):
-            rows = slice(part.row - there.row, part.row_end - there.row)
-            columns = slice(part.col - there.col, part.col_end - there.col)
-            parcels.send(receiver, local[rows, columns].contiguous())
+        for want in rects:
+            common = here.intersect(want)
+            if common is not None:
+                rows = slice(common.row - here.row, common.row_end - here.row)
+                columns = slice(common.col - here.col, common.col_end - here.col)
+                parcels.send(receiver, local[rows, columns].contiguous())
 
 
-def _expected(
+def _expect_pieces(
     parcels: Parcels,
     source: ShardedData,
     kept: Tensor,
     chunk: _Chunk,
     wanted: Sequence[Rect],
 ) -> dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]]:
-    """Return what this rank gets of a chunk: by rectangle that it wants, where the pieces of it
-    are, and how to read them."""
+    """Return the pieces of a chunk that this rank receives: by wanted rectangle, where each piece
+    is in kept coordinates, and a function that reads it."""
     arriving = defaultdict(list)
-    # In the order in which each sender packs it.
+    # Messages have no headers: this is the order in which :func:`_pack_wanted` packs the pieces.
     for sender in range(len(source.tiling)):
-        for part in _parts(source.owned(sender), kept, chunk):
+        for part in _parts_in(source.owned(sender), kept, chunk):
             for want in wanted:
                 common = part.kept.intersect(want)
                 if common is not None:
@@ -247,12 +250,12 @@ class _Chunk(NamedTuple):
 def _chunks(kept: Tensor, most: int) -> Iterator[_Chunk]:
     """Yield consecutive chunks of at most ``most`` kept rows each; none where nothing is kept."""
     span = min(_SPAN, most)
-    # Kept rows up to the end of each span: a chunk ends where the next span would not fit.
+    # ``ends``: kept rows up to the end of each span. A chunk ends where the next one would not fit.
     flags = nn.functional.pad(kept, (0, -len(kept) % span)).view(torch.uint8)
     ends = flags.view(-1, span).sum(1, dtype=torch.int32).cumsum(0)
     at = start = 0
     while at < len(ends):
-        # At least one span fits: it has no more rows than a chunk may.
+        # At least one span fits: a span has at most ``most`` rows.
         after = int(torch.searchsorted(ends, start + most, right=True))
         end = int(ends[after - 1])
         if end > start:
@@ -261,7 +264,7 @@ def _chunks(kept: Tensor, most: int) -> Iterator[_Chunk]:
 
 
 class _Part(NamedTuple):
-    """A shard's share of a chunk: which rows of the table, and its kept rows in kept
+    """The part of a shard that is in a chunk: its rows in the table, and its kept rows in kept
     coordinates."""
 
     shard: Rect
@@ -269,28 +272,27 @@ class _Part(NamedTuple):
     kept: Rect
 
 
-def _parts(rects: Iterable[Rect], kept: Tensor, chunk: _Chunk) -> Iterator[_Part]:
-    """Yield what shards have of a chunk."""
+def _parts_in(rects: Iterable[Rect], kept: Tensor, chunk: _Chunk) -> Iterator[_Part]:
+    """Yield the parts of shards that are in a chunk and have kept rows."""
     for rect in rects:
         top, bottom = max(rect.row, chunk.first), min(rect.row_end, chunk.last)
-        # None where the shard is outside of the chunk: the slice is empty.
+        # Outside of the chunk the slice is empty: a count of 0.
         count = int(kept[top:bottom].count_nonzero())
         if count:
-            # Kept rows of the chunk above the shard come from other shards.
+            # Other shards have the kept rows of the chunk above this one.
             row = chunk.start + int(kept[chunk.first : top].count_nonzero())
             yield _Part(rect, slice(top, bottom), Rect(row, rect.col, count, rect.cols))
 
 
-def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Rect, Tensor]:
-    """Return the rectangle that the pieces cover, of all columns of ``want``, and what is in it."""
-    # Nearly always, and without a copy.
+def _join_pieces(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Rect, Tensor]:
+    """Return the rectangle that the pieces cover, with all columns of ``want``, and its rows."""
+    # The usual case needs no copy.
     if len(pieces) == 1:
         return pieces[0]
-    rects, tensors = zip(*pieces, strict=True)
-    top = min(map(attrgetter("row"), rects))
-    bottom = max(map(attrgetter("row_end"), rects))
-    out = tensors[0].new_empty(bottom - top, want.cols)
-    # Shards may have some of the columns each.
+    top = min(rect.row for rect, _ in pieces)
+    bottom = max(rect.row_end for rect, _ in pieces)
+    out = pieces[0][1].new_empty(bottom - top, want.cols)
+    # With column-wise shards, each piece has some of the columns.
     for rect, piece in pieces:
         columns = slice(rect.col - want.col, rect.col_end - want.col)
         out[rect.row - top : rect.row_end - top, columns] = piece
@@ -301,7 +303,8 @@ def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Re
 
 
 class Stepped(NamedTuple):
-    """A parameter that plain optimizers step, and the one that takes its place with its state."""
+    """A parameter that plain optimizers step, and the parameter that replaces it, with its
+    state."""
 
     old: nn.Parameter
     new: nn.Parameter
@@ -312,7 +315,7 @@ class Steppers:
     """The optimizers of a training loop, wrapped ones too.
 
     Args:
-        optimizers: as the training loop has them: one, several, or None.
+        optimizers: one, a sequence of several, or None.
 
     Example::
 
@@ -329,8 +332,9 @@ class Steppers:
 
     def __init__(self, optimizers: Any) -> None:
         several = optimizers if isinstance(optimizers, Sequence) else [optimizers]
-        self._given = list(filter(None, several))
-        self._leaves = [*chain.from_iterable(map(leaves, self._given))]
+        self._optimizers = list(filter(None, several))
+        # Wrappers, such as TorchRec's CombinedOptimizer, hold the optimizers that have the state.
+        self._leaves = [*chain.from_iterable(map(leaves, self._optimizers))]
 
     @property
     def kinds(self) -> list[str]:
@@ -338,18 +342,18 @@ class Steppers:
         return [type(leaf).__name__ for leaf in self._leaves]
 
     def states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the state with the rows of a parameter: of its shape, ``(rows,)`` or
-        ``(rows, 1)``.
+        """Return the state that has a value for each element or row of a parameter: of its shape,
+        ``(rows,)`` or ``(rows, 1)``.
 
         Raises:
             ValueError: several optimizers step it.
         """
-        # None of them before the first step.
+        # No optimizer has state before its first step.
         found = [leaf.state[parameter] for leaf in self._leaves if parameter in leaf.state]
         if len(found) > 1:
             raise ValueError("Several optimizers step the same table; only one may.")
         rows = len(parameter)
-        # Step counts and the like belong to no row: they stay with the parameter.
+        # Step counts and the like have no rows: replace() copies them.
         shapes = {parameter.shape, (rows,), (rows, 1)}
         return {
             name: value
@@ -365,8 +369,8 @@ class Steppers:
         return 0.0
 
     def replace(self, stepped: Stepped) -> None:
-        """Have a parameter stepped in the place of another, with its options and remaining
-        state."""
+        """Step ``new`` instead of ``old``, in the same param groups, with ``states`` and the other
+        state of ``old``."""
         old, new, states = stepped
         instead = {old: new}
         for leaf in self._leaves:
@@ -375,22 +379,22 @@ class Steppers:
             if old in leaf.state:
                 leaf.state[new] = {**leaf.state.pop(old), **states}
         if (torchrec := torchrec_port()) is not None:
-            for optimizer in self._given:
+            for optimizer in self._optimizers:
                 torchrec.replace_parameter(optimizer, old, new)
 
 
 class StoredTables:
-    """The tables of a module as they are stored on this rank, with their optimizer state.
+    """This rank's shards of the tables of a module, with their optimizer state.
 
     Args:
-        module: a collection of TorchRec's, or an embedding of torch's, whose table is ``""``.
+        module: a TorchRec collection, or a torch embedding, whose table is named ``""``.
         names: of tables.
-        steppers: the optimizers that step what is not fused.
+        steppers: the optimizers of tables without a fused one.
 
     Attributes:
-        located: where each table is stored.
-        parameters: what plain optimizers step, by table.
-        hyperparameters: of fused optimizers, by table with a shard on this rank.
+        located: the shards, by table.
+        parameters: the parameters that plain optimizers step, by table.
+        hyperparameters: of fused optimizers, by table; only tables with a shard on this rank.
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str], steppers: Steppers) -> None:
@@ -400,7 +404,7 @@ class StoredTables:
         self.located: dict[str, ShardedData]
         self.parameters: Mapping[str, nn.Parameter]
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            # Only by name: reading ``weight`` of a compact table raises.
+            # get_parameter(), because reading ``weight`` of a compact table raises.
             weight = module.get_parameter("weight")
             self.located = {"": whole("weight", weight.data)}
             self.parameters = {"": weight}
@@ -426,7 +430,7 @@ class StoredTables:
             # FBGEMM's states have no names, and JSON has no integer keys.
             by_state = zip(*self._fused[table], strict=True)
             return {str(number): list(states) for number, states in enumerate(by_state)}
-        # An empty parameter says nothing of the shapes that its state has elsewhere.
+        # The state of an empty parameter does not tell row-wise state from full state.
         if not self.located[table].shards:
             return {}
         held = self._steppers.states(self.parameters[table])
@@ -449,7 +453,8 @@ class StoredTables:
 
 
 class _Kind(NamedTuple):
-    """Of optimizer state: its dtype, whether it has one value per row, and its dimensions."""
+    """The layout of an optimizer state: its dtype, whether it has one value per row, and its number
+    of dimensions. JSON carries it between ranks."""
 
     dtype: str
     rowwise: bool
@@ -457,7 +462,7 @@ class _Kind(NamedTuple):
 
 
 def _by_shard(tensor: Tensor, data: ShardedData) -> list[Tensor]:
-    """Optimizer state of a rank's shards, which TorchRec concatenates by rows, apart."""
+    """Split the optimizer state of a rank by shard: TorchRec concatenates the rows of shards."""
     return list(torch.split(tensor, [shard.rect.rows for shard in data.shards]))
 
 
@@ -470,42 +475,47 @@ def move_tables(
     steppers: Steppers,
     world: Group,
 ) -> list[Stepped]:
-    """Fill the tables of a module with rows of another one, and with their optimizer state.
-    Collective over ``world``.
+    """Fill the tables of ``new`` with rows of ``old`` and their optimizer state. Collective over
+    ``world``.
 
     Args:
-        kept: by table, which rows of ``old`` move, in their order.
-        placed: by table, which rows of ``new`` take them; missing: the first ones. The others are
-            0, with fresh optimizer state.
-        steppers: the optimizers that step what is not fused. They are not changed.
+        kept: by table, which rows of ``old`` move, in their order: bool ``(rows,)``.
+        placed: by table, which rows of ``new`` receive them: bool; the first rows for a table that
+            is missing here. Other rows are 0, with fresh optimizer state.
+        steppers: the optimizers of tables without a fused one. They are not changed.
 
     Returns:
-        What they step.
+        The parameters that plain optimizers step, with their replacements.
 
     Raises:
-        ValueError: row-wise optimizer state of a table whose columns are cut otherwise in ``new``.
+        ValueError: a table has row-wise optimizer state, and its columns are cut at other places in
+            ``new``.
     """
     with world.agreeing("moving tables"):
-        source, target = StoredTables(old, kept, steppers), StoredTables(new, kept, steppers)
-        mine = {
+        source = StoredTables(old, kept, steppers)
+        target = StoredTables(new, kept, steppers)
+        layouts = {
             "hyperparameters": source.hyperparameters,
             "states": {name: source.kinds(name) for name in kept},
         }
-    # A rank without a shard of a table does not know its states, but takes part in moving them.
+    # A rank without a shard of a table does not know which states it has, but must take part in
+    # the collectives that move them.
     hyperparameters: dict[str, Any] = {}
     kinds: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    for held in world.all_gather_json(mine):
+    for held in world.all_gather_json(layouts):
         hyperparameters |= held["hyperparameters"]
         for name, states in held["states"].items():
             kinds[name] |= states
     if hyperparameters:
         collection_of(new).set_hyperparameters(hyperparameters)
     stepped = []
-    # One table and one state after the other: only a chunk is held twice.
+    # Table by table and state by state: only one chunk is in memory twice.
     for name, flags in kept.items():
         here, there = source.located[name], target.located[name]
-        # Of a fused table too: a rank without a shard has an empty parameter, which it may step.
-        parameter, made = source.parameters.get(name), {}
+        # Fused tables too: a rank without a shard has an empty parameter that a plain optimizer may
+        # step.
+        parameter = source.parameters.get(name)
+        made = {}
         into = torch.arange(there.shape[0]) < flags.count_nonzero()
         move = _Move(here, there, flags, placed.get(name, into))
         move.fill(source.weights(name), target.weights(name))
@@ -514,7 +524,7 @@ def move_tables(
             of_state = replace(move, source=replace(here, dtype=getattr(torch, kind)))
             fresh = 0.0
             if name not in hyperparameters:
-                # State of a plain optimizer is made by its first step.
+                # A plain optimizer creates state in its first step only: create it here.
                 weight = target.parameters[name]
                 columns = (1,) if rowwise else weight.shape[1:]
                 made[key] = weight.new_empty(
@@ -529,8 +539,13 @@ def move_tables(
 
 @dataclass(frozen=True)
 class _Move:
-    """A table as it was and as it will be stored, which rows move and which rows take them. The new
-    one may have fewer columns."""
+    """The move of one table: its old and new shards, which rows move, and which rows receive them.
+    The new table may have fewer columns.
+
+    Args:
+        source, target: the table as it is stored now, and as it will be.
+        kept, placed: as of :func:`move_tables`, of this table.
+    """
 
     source: ShardedData
     target: ShardedData
@@ -545,7 +560,7 @@ class _Move:
         fresh: float = 0.0,
     ) -> None:
         """Fill this rank's new shards ``into`` from the old ones ``held``: weights or optimizer
-        state of ``source.dtype``. Rows that take none are ``fresh``. Collective."""
+        state of ``source.dtype``. Rows that receive none are ``fresh``. Collective."""
         places = []
         for shard, tensor in zip(self.target.shards, into, strict=True):
             tensor.fill_(fresh)
@@ -554,7 +569,8 @@ class _Move:
         move = move_rowwise if rowwise else move_rows
         for rect, part in move(self.source, held, self.kept, self._wanted(rowwise)):
             for moved, rows, tensor in places:
-                # Row-wise state arrives under the old columns; the shard may have the first.
+                # Row-wise state arrives with the columns of the old shard; the new one may have
+                # the first of them only.
                 here = rect._replace(cols=min(rect.cols, moved.cols))
                 if rect.intersect(moved) == here:
                     taken = rows[rect.row - moved.row : rect.row_end - moved.row]
@@ -564,17 +580,22 @@ class _Move:
         """Return the rectangles that each rank wants, in kept coordinates."""
         columns: dict[int, int] = {}
         if rowwise and self.target.shape[1] < self.source.shape[1]:
-            # A shard that loses columns keeps the value of each row, sent under the old columns.
+            # One value per row and shard: ask for the old columns, which the value belongs to.
             columns = {rect.col: rect.cols for rect in self.source.rects}
         wanted = []
         for rects in self.target.tiling:
-            # Without shards that take no row.
-            moved = filter(attrgetter("numel"), map(self._moved, rects))
-            wanted.append([each._replace(cols=columns.get(each.col, each.cols)) for each in moved])
+            moved = map(self._moved, rects)
+            wanted.append(
+                [
+                    want._replace(cols=columns.get(want.col, want.cols))
+                    for want in moved
+                    if want.numel
+                ]
+            )
         return wanted
 
     def _moved(self, rect: Rect) -> Rect:
-        """Return what moves to a rectangle of the new table, in kept coordinates."""
+        """Return the kept rows that a rectangle of the new table receives, in kept coordinates."""
         before = int(self.placed[: rect.row].count_nonzero())
         count = int(self.placed[rect.row : rect.row_end].count_nonzero())
         return Rect(before, rect.col, count, rect.cols)

@@ -1,13 +1,11 @@
-"""Modules that hold tables, and modules with other tables put in their places: what ``compact()``
-and ``expand()`` have in common.
+"""Replacement of modules that hold tables: the common part of ``compact()`` and ``expand()``.
 
-A :class:`Site` is an embedding of torch's or a collection of TorchRec's. It names its tables by
-their fully qualified names, and knows what :func:`~dist_sparse.compact` needs of its kind: which
-rows it stores, why it can't be compacted, and the compact module that replaces it; of a compact
-one, the whole module that replaces it.
+A :class:`Site` is a torch embedding or a TorchRec collection in the model. It has the fully
+qualified names of its tables and implements, for its kind of module, which rows are stored, why
+they can't be compacted, and how to build the compact or whole module that replaces it.
 
-A :class:`Change` has the new module and says which rows move to it. Changes are put in place all
-together, or none is, on any rank. Then the old tables are released, which can't be undone.
+A :class:`Change` is a site, its new module, and the rows that move there. Either all changes are
+put in place on all ranks, or none on any. Then the old tables are released, which can't be undone.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Collection as AnyCollection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -41,15 +38,20 @@ from dist_sparse.compaction.tables import (
 )
 from dist_sparse.groups import Group
 from dist_sparse.rotation.rotate import bases_of_outputs
-from dist_sparse.tables.modules import collection_of, modules_by_path, torchrec_port
+from dist_sparse.tables.modules import (
+    check_module,
+    collection_of,
+    modules_by_path,
+    torchrec_port,
+)
 from dist_sparse.tables.protocols import Collection, Replacement, TorchRecPort
 
 # Sites
 
-# Which stored rows of a module's tables are kept, bool `(rows,)`, by the table's name in it.
+# Flags of the stored rows of a module's tables, bool `(rows,)`, by the table's name in the module.
 Kept = Mapping[str, Tensor]
 
-# By exact class: a subclass may do more in its forward.
+# Looked up by exact class: the forward of a subclass may do more.
 _COMPACT: dict[type[nn.Module], type[CompactEmbedding] | type[CompactEmbeddingBag]] = {
     nn.Embedding: CompactEmbedding,
     CompactEmbedding: CompactEmbedding,
@@ -65,9 +67,9 @@ class _Site:
 
     Args:
         path: of the module in the model.
-        module: an embedding, or a collection of TorchRec's.
-        tables: fully qualified names of the weights, by the table's name in the module; of an
-            embedding by ``""``.
+        module: a torch embedding, or a TorchRec collection.
+        tables: fully qualified names of the weights, by the table's name in the module, which is
+            ``""`` for an embedding.
     """
 
     path: str
@@ -76,7 +78,7 @@ class _Site:
 
     @property
     def replaced(self) -> nn.Module:
-        """The module whose place a compact one takes."""
+        """The module that a new one replaces."""
         return self.module
 
     @property
@@ -86,22 +88,22 @@ class _Site:
 
     @property
     def label(self) -> str:
-        """Its tables, for a message: up to 3 names, otherwise the first and how many follow."""
-        # A collection may have hundreds.
+        """The tables, for a message: up to 3 names, or the first and the number of others."""
+        # A collection may have hundreds of tables.
         names = list(self.tables.values())
         return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
     def used_rows(self) -> dict[str, Tensor]:
-        """Return which stored rows of each table an id has: bool ``(rows,)``."""
+        """Return which stored rows of each table have an id: bool ``(rows,)``."""
         raise NotImplementedError
 
     def indexes(self) -> dict[str, RowIndex]:
-        """Return the index of each table that has lost rows before."""
+        """Return the index of each table that has already lost rows."""
         raise NotImplementedError
 
     def slots(self) -> dict[str, Tensor]:
-        """Return where the rows of indexes are stored, of tables that do not keep them in the order
-        of their ids."""
+        """Return where rows are stored, for tables that do not store them in the order of their
+        ids."""
         return {}
 
 
@@ -113,7 +115,7 @@ class EmbeddingSite(_Site):
         has_one_width: whether its tables must have the same columns.
     """
 
-    # Four classes without a common base: two of torch, two of theirs that are compact.
+    # One of four classes without a useful common base.
     module: Any
     is_sharded: ClassVar = False
     has_one_width: ClassVar = False
@@ -130,12 +132,13 @@ class EmbeddingSite(_Site):
         return {"": self.module.index} if isinstance(self.module, CompactTable) else {}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return what plain optimizers step, by table."""
-        # Only by name: reading ``weight`` of a compact table raises.
+        """Return the parameters that plain optimizers step, by table."""
+        # get_parameter(), because reading ``weight`` of a compact table raises.
         return {"": self.module.get_parameter("weight")}
 
     def refusal(self, model: nn.Module, narrowed: bool) -> str | None:
-        """Return why it can't be compacted, or made narrower, as the rest of a sentence."""
+        """Return why it can't be compacted, or made narrower; None if it can. The label of the site
+        is the subject of the sentence."""
         if type(self.module) not in _COMPACT:
             return (
                 f"belongs to a {type(self.module).__name__}, which is neither nn.Embedding nor"
@@ -143,7 +146,7 @@ class EmbeddingSite(_Site):
             )
         if narrowed and self.indexes():
             return "has lost rows already: narrow its table before it loses rows."
-        # A zero may be the maximum of a bag; an id without a row never is.
+        # A removed row would be a zero, which may be the maximum; without its row it never is.
         if getattr(self.module, "mode", None) == "max":
             return "has mode='max', in which removed rows count as zeros: it can't be compacted."
         return None
@@ -151,14 +154,15 @@ class EmbeddingSite(_Site):
     def compacted(
         self, kept: Kept, widths: Mapping[str, int], model: nn.Module, default_row: bool
     ) -> nn.Module:
-        """Return an embedding of fewer columns, or of fewer rows, to be filled."""
+        """Return an embedding with fewer columns, or with fewer rows; its weights are
+        uninitialized."""
         old = self.module
         weight = self.module.get_parameter("weight").data
         if widths:
-            # Not a compact table: it keeps all rows, so that ids are row numbers.
+            # A table that loses columns keeps all rows, so ids stay row numbers.
             return self._table(type(old), len(weight), widths[""])
         index = RowIndex.of(kept[""].to(weight.device), default_row)
-        # Ids of a table that was compacted before are those of the original table.
+        # A table that was compacted before still takes the ids of the original one.
         for earlier in self.indexes().values():
             index = earlier.compose(index)
         stored = weight.new_empty(index.stored, weight.shape[1])
@@ -168,21 +172,21 @@ class EmbeddingSite(_Site):
         """Return None: torch draws both kinds from the standard normal distribution."""
 
     def expanded(self) -> nn.Module:
-        """Return an embedding of all rows of the original table, to be filled."""
+        """Return an embedding with all rows of the original table, uninitialized."""
         old = self.module
         return self._table(_WHOLE[type(old)], old.index.rows, old.embedding_dim)
 
     def _table(self, kind: Any, rows: int, columns: int) -> nn.Module:
-        """Return a table of another shape, to be filled, in which ids are row numbers."""
+        """Return an uninitialized table of another shape, in which ids are row numbers."""
         weight = self.module.get_parameter("weight")
-        made: nn.Module = kind(
+        table: nn.Module = kind(
             rows,
             columns,
             **lookup_options(self.module),
             padding_idx=self.padding_id,
             _weight=weight.new_empty(rows, columns),
         )
-        return made.requires_grad_(weight.requires_grad).train(self.module.training)
+        return table.requires_grad_(weight.requires_grad).train(self.module.training)
 
 
 class CollectionSite(_Site):
@@ -197,7 +201,7 @@ class CollectionSite(_Site):
 
     @property
     def whole(self) -> Collection | CompactCollection:
-        """The collection that ids are looked up in: its tables are the original ones."""
+        """The collection that takes the ids of the original tables."""
         return self.collection
 
     @property
@@ -211,7 +215,7 @@ class CollectionSite(_Site):
         return not self.collection.pooled
 
     def used_rows(self) -> dict[str, Tensor]:
-        # Rows behind those that ids have pad shards to equal blocks.
+        # Rows without an id, behind the others, pad shards to blocks of equal size.
         used = {table.name: table.rows for table in self.whole.tables}
         used |= {table: index.stored for table, index in self.indexes().items()}
         stored = {table.name: torch.arange(table.rows) for table in self.collection.tables}
@@ -221,49 +225,48 @@ class CollectionSite(_Site):
         return {}
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return what plain optimizers step, by table."""
+        """Return the parameters that plain optimizers step, by table."""
         return self.collection.parameters()
 
     def refusal(self, model: nn.Module, narrowed: bool) -> str | None:
-        """Return why it can't be compacted, as the rest of a sentence."""
-        torchrec = torchrec_port()
-        assert torchrec is not None  # the collection is one of its modules
-        # Rows that change hands have no order to keep.
+        """Return why it can't be compacted; None if it can. The label of the site is the subject of
+        the sentence."""
+        # Following collections have an attribute that refuses them.
         reason = getattr(self.replaced, "refused", None)
-        reason = reason or torchrec.compact_refusal(model, self.module)
+        reason = reason or _loaded_torchrec().compact_refusal(model, self.module)
         return reason and f"can't be compacted: {reason}."
 
     def compacted(
         self, kept: Kept, widths: Mapping[str, int], model: nn.Module, default_row: bool
     ) -> nn.Module:
-        """Return a compact collection, to be filled."""
-        # Not at the top: it needs torchrec.
+        """Return a compact collection, uninitialized."""
+        # Not at the top: this module imports TorchRec.
         from dist_sparse.compaction.collections import compact_collection
 
-        # Ids arrive on the device of a DistributedModelParallel.
+        # A DistributedModelParallel gets ids on its own device.
         device: Any = getattr(model, "device", None)
         indexes = self.indexes()
-        made: nn.Module = compact_collection(
+        compact: nn.Module = compact_collection(
             self.module, self.replaced, indexes, kept, device, widths, default_row
         )
-        return made
+        return compact
 
     def initial_bounds(self, table: str) -> tuple[float, float]:
-        """Return between which values TorchRec draws the initial weights of a table.
+        """Return the bounds of the uniform distribution of a table's initial weights.
 
         Raises:
-            ValueError: it has an initializer of its own.
+            ValueError: the table has another initializer.
         """
         from dist_sparse.compaction.collections import initial_bounds
 
         return initial_bounds(self.replaced, table)
 
     def expanded(self) -> nn.Module:
-        """Return a collection of all rows of the original tables, to be filled."""
+        """Return a collection with all rows of the original tables, uninitialized."""
         from dist_sparse.compaction.collections import expanded_collection
 
-        made: nn.Module = expanded_collection(self.module, self.replaced)
-        return made
+        whole: nn.Module = expanded_collection(self.module, self.replaced)
+        return whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,10 +299,11 @@ Site = EmbeddingSite | CollectionSite
 
 def sites_of(model: nn.Module) -> Iterator[Site]:
     """Yield every module that holds tables, with its path in the user's module."""
-    torchrec, inside = torchrec_port(), set[nn.Module]()
+    torchrec = torchrec_port()
+    inside = set[nn.Module]()
     modules = modules_by_path(model)
     for path, module in modules.items():
-        # A collection holds its tables in embeddings, which are no sites of their own.
+        # The embeddings inside a collection are not sites of their own.
         if module in inside:
             continue
         if torchrec and (collection := torchrec.collection(module)):
@@ -315,12 +319,12 @@ def sites_of(model: nn.Module) -> Iterator[Site]:
             yield EmbeddingSite(path, module, {"": f"{path}.weight".lstrip(".")})
 
 
-# The module around another one, its name there, and itself.
+# A module's parent, its name in the parent, and the module.
 Place = tuple[nn.Module, str, Any]
 
 
 def places_of(root: nn.Module, modules: AnyCollection[nn.Module]) -> list[Place]:
-    """Return where ``root`` holds some modules. A module may have several places."""
+    """Return all places of ``modules`` in ``root``. A module may have several."""
     return [
         (holder, name, child)
         for holder in root.modules()
@@ -330,7 +334,7 @@ def places_of(root: nn.Module, modules: AnyCollection[nn.Module]) -> list[Place]
 
 
 def put(places: Iterable[Place], instead: Mapping[nn.Module, nn.Module]) -> None:
-    """Put other modules, by the old ones, in some places; without another one the old one."""
+    """Put the replacement of each module, or the module itself if it has none, in its places."""
     for holder, name, old in places:
         setattr(holder, name, instead.get(old, old))
 
@@ -341,17 +345,18 @@ Planner = Callable[[nn.Module], Any]
 
 @dataclass(eq=False)
 class Change:
-    """A module whose tables are replaced, and the rows that move, by the table's name in it.
+    """A module whose tables are replaced, and the rows that move. Mappings are by the table's name
+    in the module.
 
     Args:
         site: the module.
         kept: which stored rows move, in their order.
-        placed: which rows of the new tables take them; missing: the first ones. The others start at
-            0, with fresh optimizer state.
+        placed: which rows of the new tables receive them; the first rows for a table that is
+            missing here. Other rows start at 0, with fresh optimizer state.
         widths: remaining columns of tables that lose some.
-        bounds: of initializers that draw the other rows: uniform ones, or None for the standard
-            normal distribution.
-        new: takes the place of the module, once it is built.
+        bounds: of the uniform distribution that the other rows are drawn from; None for the
+            standard normal distribution. Missing: they stay 0.
+        new: the module that replaces the old one, once it is built.
     """
 
     site: Site
@@ -364,8 +369,7 @@ class Change:
     @property
     def stored(self) -> nn.Module:
         """The new module that stores the tables."""
-        inner: nn.Module = self.new.inner if isinstance(self.new, CompactCollection) else self.new
-        return inner
+        return self.new.inner if isinstance(self.new, CompactCollection) else self.new
 
     @property
     def path(self) -> str:
@@ -375,12 +379,12 @@ class Change:
 
 
 class Rebuild:
-    """A plain model in which modules with other tables take the places of modules that hold some.
+    """The replacement of modules that hold tables in a plain model.
 
     Args:
         model: the model.
         action: ``"compact"`` or ``"expand"``.
-        optimizer: all optimizers that are not fused, one or a sequence; None if they are unknown.
+        optimizer: one or all optimizers of tables without a fused one; None if they are unknown.
         plan: as of :func:`~dist_sparse.compact`.
         world: all ranks.
     """
@@ -388,13 +392,16 @@ class Rebuild:
     def __init__(
         self, model: nn.Module, action: str, optimizer: Any, plan: Planner | None, world: Group
     ) -> None:
-        self._model, self._action, self._plan, self._world = model, action, plan, world
+        self._model = model
+        self._action = action
+        self._plan = plan
+        self._world = world
         self._steppers = Steppers(optimizer)
         self._optimizers_known = optimizer is not None
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What must be equal on all ranks. Objects can't be compared; their kinds can."""
+        """Values that must be equal on all ranks. Objects are compared by their classes."""
         return {
             "model": type(self._model).__name__,
             "plan": self._plan is not None,
@@ -410,13 +417,16 @@ class Rebuild:
             narrowed: whether any table loses columns.
             default_row: whether removed ids share a row.
         """
-        # Once, not for each site: a model has thousands of parameters.
+        # Before the loop: a model has thousands of parameters.
         holders = _holders_of_parameters(self._model)
         wrappers = self._wrappers()
         for site in sites:
-            # An embedding inside a collection holds the parameter.
-            tied = set[nn.Module]().union(*map(holders.__getitem__, site.parameters().values()))
-            others = sorted(type(each).__name__ for each in tied.difference(site.module.modules()))
+            tied = set[nn.Module]()
+            for parameter in site.parameters().values():
+                tied |= holders[parameter]
+            # An embedding inside a collection holds the parameter too.
+            tied.difference_update(site.module.modules())
+            others = sorted(type(module).__name__ for module in tied)
             around = [type(each).__name__ for each in wrappers if site.module in each.modules()]
             refusal = site.refusal(self._model, narrowed)
             if refusal:
@@ -425,7 +435,7 @@ class Rebuild:
                 f"is inside {' in '.join(around)}, which holds on to the old parameters:"
                 f" {self._action} the module inside, and wrap the result again.": around,
                 **self._rules(site, narrowed),
-                # The other layer needs a row for each id.
+                # The other module needs a row for each id.
                 f"is the weight of other modules too ({others}): it can't be"
                 f" {self._action}ed.": others,
             }
@@ -434,23 +444,23 @@ class Rebuild:
             refuse({f"{site.label} {reason}": holds for reason, holds in rules.items()})
 
     def _rules(self, site: Site, narrowed: bool) -> dict[str, object]:
-        """Return what refuses a module by itself: whether it holds, by the reason."""
+        """Return reasons to refuse one site, and whether each holds."""
         default_rows = [index.default_row for index in site.indexes().values()]
-        trained = any(map(attrgetter("requires_grad"), site.parameters().values()))
+        is_trained = any(weight.requires_grad for weight in site.parameters().values())
         cant = f"it can't be {self._action}ed."
         return {
             f"is rotated, and its output is turned back by a hook: {cant}": not narrowed
             and bases_of_outputs(site.module),
-            # What their ids share would be lost; an id that is removed now would share it too.
+            # expand() would lose the shared row; compact() would give it to newly removed ids.
             f"has default rows: {cant}": any(default_rows),
             "is stepped by a plain optimizer, which must get the new parameters: pass"
             f" {self._action}(optimizer=...), or optimizer=() if there is none. An attached"
-            " enforcer knows them.": trained and not self._optimizers_known,
+            " enforcer knows them.": is_trained and not self._optimizers_known,
         }
 
     def _wrappers(self) -> list[nn.Module]:
-        """Return the wrappers that would keep the old parameters of what is inside them."""
-        kinds = DistributedDataParallel, nn.DataParallel
+        """Return the wrappers inside the model that hold references to old parameters."""
+        kinds = (DistributedDataParallel, nn.DataParallel)
         return [each for each in self._model.modules() if isinstance(each, kinds)]
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
@@ -458,7 +468,7 @@ class Rebuild:
         return model
 
     def _wrapped(self, root: nn.Module, changes: Iterable[Change]) -> nn.Module:
-        """Return ``root``, the user's module, in wrappers like those of the model. Collective."""
+        """Wrap ``root``, the user's module, as the model is wrapped. Collective."""
         return root
 
     def _release_wrapper(self) -> None:
@@ -470,12 +480,12 @@ class Rebuild:
         seed: int = 0,
         finish: Callable[[nn.Module], None] = lambda root: None,
     ) -> nn.Module:
-        """Return the model with its new modules, filled with the rows that move, and release the
-        old ones. Collective; an exception on any rank is raised on all.
+        """Put the new modules in place, move rows into them, and release the old ones; return the
+        new model. Collective; an exception on any rank is raised on all.
 
         Args:
             seed: of initial rows.
-            finish: is called with the user's module before anything is released.
+            finish: called with the user's module before anything is released.
 
         Raises:
             ValueError: a rank failed before that; the model is unchanged.
@@ -496,7 +506,7 @@ class Rebuild:
                 f"{self._action}() failed on every rank, and no model is left: resume from a"
                 f" checkpoint. {fault}"
             ) from fault
-        # Reference cycles keep table batches, DDP and their hooks alive.
+        # Reference cycles keep FBGEMM's table batches, DDP and their hooks alive.
         gc.collect()
         return result
 
@@ -506,8 +516,9 @@ class Rebuild:
     def _put_in_place(
         self, changes: Sequence[Change], seed: int
     ) -> tuple[nn.Module, list[Stepped]]:
-        """Return the model with its new modules, filled with the rows that move, and the parameters
-        that plain optimizers step in it. Collective; if a rank fails, the model is unchanged."""
+        """Put the new modules in place and move rows into them. Return the new model and the
+        parameters that plain optimizers step. Collective; if a rank fails, the model is
+        unchanged."""
         replaced = {change.site.replaced: change.new for change in changes}
         places: list[Place] = []
         try:
@@ -520,7 +531,7 @@ class Rebuild:
             root = self._unwrapped(result)
             with self._agreeing("moving rows"):
                 for change in changes:
-                    # TorchRec has put a sharded collection in the place of the new one.
+                    # By path: TorchRec has replaced the new collection by a sharded one.
                     stored = root.get_submodule(change.path)
                     stepped += move_tables(
                         change.site.module,
@@ -532,43 +543,38 @@ class Rebuild:
                     )
                     _draw(change, stored, seed)
         except BaseException:
-            # Interrupts too: a notebook goes on with the old model, whose modules have their
-            # tables.
+            # KeyboardInterrupt too: a notebook continues with the old model. Without a replacement,
+            # put() restores the old modules.
             put(places, {})
             raise
         return result, stepped
 
 
 class ShardedRebuild(Rebuild):
-    """A DistributedModelParallel, which is built again around the user's module."""
-
-    @property
-    def _torchrec(self) -> TorchRecPort:
-        port = torchrec_port()
-        assert port is not None  # the model is one of its modules
-        return port
+    """The replacement in a DistributedModelParallel, which is rebuilt around the user's module."""
 
     def _wrappers(self) -> list[nn.Module]:
-        # The DDP inside is built again.
+        # The DDP inside is rebuilt.
         return []
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
-        return self._torchrec.unwrapped(model)
+        return _loaded_torchrec().unwrapped(model)
 
     def _wrapped(self, root: nn.Module, changes: Iterable[Change]) -> nn.Module:
         """Build a DistributedModelParallel like the model around ``root``. Collective.
 
-        TorchRec builds DDP in constructors, after work that may fail on one rank alone, such as
-        allocating tables. The other ranks learn it before DDP communicates.
+        TorchRec's constructors allocate tables, which may fail on one rank alone, and then build
+        DDP, which communicates: the other ranks would wait. So all ranks agree in between.
         """
 
-        # DDP sets its attribute ``module`` before its first collective.
+        # The only call in between: DDP registers its attribute ``module`` before its first
+        # collective.
         def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
             if isinstance(module, DistributedDataParallel) and name == "module":
                 with self._agreeing("before DDP"):
                     pass
 
-        torchrec = self._torchrec
+        torchrec = _loaded_torchrec()
         handle = register_module_module_registration_hook(on_registration)
         try:
             with self._agreeing("sharding its tables"):
@@ -586,9 +592,9 @@ class ShardedRebuild(Rebuild):
         return result
 
     def _release_wrapper(self) -> None:
-        # After a forward without a backward, hooks of the old DDP would run in the next backward of
-        # the new model.
-        layers = self._torchrec.dense_layers(self._model)
+        # The old DDP's hooks are on parameters that the new model shares: after a forward without a
+        # backward, they would run in the new model's next backward.
+        layers = _loaded_torchrec().dense_layers(self._model)
         if isinstance(layers, DistributedDataParallel):
             consume(layers, "This model", self._action)
         consume(self._model, "This model", self._action)
@@ -598,25 +604,37 @@ def rebuild_of(
     model: nn.Module, action: str, optimizer: Any, plan: Planner | None, world: Group
 ) -> Rebuild:
     """Return the rebuild of a DistributedModelParallel or a plain module; for the arguments see
-    :class:`Rebuild`."""
+    :class:`Rebuild`.
+
+    Raises:
+        ValueError: the model is no module.
+    """
+    check_module(model)
     torchrec = torchrec_port()
     is_sharded = torchrec is not None and torchrec.is_sharded_model(model)
     kind = ShardedRebuild if is_sharded else Rebuild
     return kind(model, action, optimizer, plan, world)
 
 
+def _loaded_torchrec() -> TorchRecPort:
+    """Return the port of TorchRec, for a model that has modules of it."""
+    port = torchrec_port()
+    assert port is not None
+    return port
+
+
 def _default_row_rules(site: Site) -> dict[str, object]:
-    """Return what refuses a default row for a module: whether it holds, by the reason."""
+    """Return reasons to refuse a default row in a site, and whether each holds."""
     return {
         "has a padding_idx, whose id would get the default row if its row was"
         " removed.": site.padding_id is not None,
-        # Ids removed before would still give zeros, ids removed now the default row.
+        # Ids removed earlier would still read zeros, ids removed now the default row.
         "has already lost rows without a default row; it can't get one now.": site.indexes(),
     }
 
 
 def _holders_of_parameters(model: nn.Module) -> Mapping[Any, set[nn.Module]]:
-    """Return the modules that hold each parameter themselves, not in a child."""
+    """Return the modules that hold each parameter directly, not in a child."""
     holders: defaultdict[Any, set[nn.Module]] = defaultdict(set)
     for module in model.modules():
         # Not named_parameters(): TorchRec's modules list their children's parameters as their own.
@@ -626,12 +644,12 @@ def _holders_of_parameters(model: nn.Module) -> Mapping[Any, set[nn.Module]]:
 
 
 def _draw(change: Change, stored: nn.Module, seed: int) -> None:
-    """Draw the rows of new tables to which none has moved."""
+    """Draw the rows of new tables that received none."""
     located = StoredTables(stored, change.bounds, Steppers(None)).located
     for table, bounds in change.bounds.items():
         for rect, weight in located[table].shards:
             drawn = ~change.placed[table][rect.row : rect.row_end]
-            # Lookups give zeros for padding.
+            # The row of the padding id stays zero.
             if change.site.padding_id is not None:
                 drawn[change.site.padding_id] = False
             places = drawn.nonzero().view(-1)
@@ -640,8 +658,8 @@ def _draw(change: Change, stored: nn.Module, seed: int) -> None:
 
 
 def release_site(site: Site, action: str) -> None:
-    """Free the old tables of a module. Using a parameter that a list still holds, for clipping for
-    example, raises."""
+    """Free the old tables of a module. Using a parameter that is still in some list, for clipping
+    for example, raises."""
     for name, parameter in list(site.module.named_parameters()):
         consume_parameter(parameter, f"{site.path}.{name}".lstrip("."), action)
     if isinstance(site, CollectionSite) and site.is_sharded:

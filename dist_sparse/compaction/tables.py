@@ -45,8 +45,7 @@ def lookup_options(table: nn.Embedding | nn.EmbeddingBag) -> dict[str, Any]:
 
 def padding_id_of(table: nn.Embedding | nn.EmbeddingBag) -> int | None:
     """Return the id that a whole or a compact table treats as padding."""
-    found: int | None = getattr(table, "padding_id", table.padding_idx)
-    return found
+    return getattr(table, "padding_id", table.padding_idx)
 
 
 def _rows(index: RowIndex, ids: Tensor) -> Tensor:
@@ -357,8 +356,7 @@ def initial_rows(
         uniform: Tensor = (low + (high - low) * drawn).float()
         return uniform
     # In float64: what devices round differently there is the same float32.
-    normal: Tensor = (math.sqrt(2) * torch.erfinv(2 * drawn - 1)).float()
-    return normal
+    return (math.sqrt(2) * torch.erfinv(2 * drawn - 1)).float()
 
 
 def draw_rows(

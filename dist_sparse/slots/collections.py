@@ -1,9 +1,9 @@
-"""Collections of TorchRec whose tables follow their traffic.
+"""TorchRec collections whose tables follow their traffic.
 
-The rows of a following table are *slots*. As a compact collection, with slots in the place of kept
-rows: ``inner`` stores them, and :class:`FollowingIds` translates ids in front of it. It notes the
-ids of training batches until they are counted, and how many batches a train pipeline has translated
-ahead.
+The rows of a following table are *slots*. The collection is built like a compact one, with slots
+instead of kept rows: ``inner`` stores them, and :class:`FollowingIds` translates ids in front of
+it. :class:`FollowingIds` also records the ids of training batches until they are counted, and how
+many batches a train pipeline has translated ahead.
 """
 
 from __future__ import annotations
@@ -27,61 +27,69 @@ from dist_sparse.compaction.collections import (
 from dist_sparse.compaction.replacing import places_of, put
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex
 from dist_sparse.enforcer.enforcer import refuse_masked
-from dist_sparse.tables.modules import collection_of
+from dist_sparse.tables.modules import check_module, collection_of
 from dist_sparse.tables.protocols import Collection
 from dist_sparse.torchrec.collections import KeyedJaggedTensor, collection, configs_of
 from dist_sparse.torchrec.port import compact_refusal
 
-# Which id holds each slot
+# The id that holds each slot
 
-# In the place of an id: none holds the slot, or comes into it.
+# Instead of an id: no id holds the slot, and it is reserved for none.
 VACANT = -1
 
-# A table of so many ids counts each of them. The reservation for the largest is the smallest int32.
+# Tables of at most this many ids count each id. The reservation of the largest id, -2 - id, is then
+# the smallest int32.
 MOST_COUNTED = 2**31 - 3
 
+# The bound keeps all sums and differences of ids within int64.
 MOST_IDS = 2**62
 
-# Of Fibonacci hashing (Knuth, The Art of Computer Programming, volume 3): the high bits of the
-# product are the bucket.
+# 2**64 / golden ratio, as a signed int64: Fibonacci hashing (Knuth, The Art of Computer
+# Programming, volume 3, section 6.4). The high bits of the product are the bucket.
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 
 
-def _swapped(ids: Tensor) -> Tensor:
-    """Return reservations for ids, or the ids of reservations: -2 for 0, -3 for 1, and so on."""
+def _swap_reserved(ids: Tensor) -> Tensor:
+    """Return reservations for ids, or the ids of reservations: -2 for 0, -3 for 1, and so on. The
+    function is its own inverse."""
     return -2 - ids
 
 
 class _Buckets(NamedTuple):
-    """The ids that hold slots, by bucket.
+    """A hash table of the held slots, keyed by the ids that hold them.
+
+    It stores no ids: ``SlotIndex.id_of_slot`` has them. Every rank has the whole table, so 4 bytes
+    a slot here are 4 bytes a slot and rank.
 
     Args:
-        starts: where each bucket begins, int32 ``(2**bits,)``.
-        ids: bucket after bucket, and as many places behind them as a bucket has at most.
-        slots: of the ids, int32; behind them :data:`~dist_sparse.compaction.row_index.REMOVED`.
-        longest: ids of the fullest bucket, at least 1.
+        state, version: the ``id_of_slot`` that it was built from, and its version then.
+        starts: the first place of each bucket in ``slots``, int32 ``(2**bits,)``.
+        slots: bucket after bucket, int32, padded with ``longest`` zeros so that a lookup may read
+            ``longest`` places from any start.
+        longest: slots in the fullest bucket, at least 1.
     """
 
+    state: Tensor
+    version: int
     starts: Tensor
-    ids: Tensor
     slots: Tensor
     longest: int
 
 
 class SlotIndex(nn.Module):
-    """Which slot each id of one table holds.
+    """The slot that each id of one table holds.
 
     Args:
-        rows: ids of the table, from 0.
-        slots: rows that it stores.
-        ids: of the first slots, int64.
+        rows: number of ids; they begin at 0.
+        slots: number of rows that the table stores.
+        ids: the holders of the first slots, int64.
 
     Attributes:
-        id_of_slot: int32 ``(slots,)``, or int64 above :data:`MOST_COUNTED` ids, the state: an id,
-            :data:`VACANT`, or ``-2 - id`` where a slot is reserved. Loading other values into it is
-            enough.
-        rows, stored: ids of the table; its slots.
-        hashed: whether there are too many ids to count each.
+        id_of_slot: int32 ``(slots,)``, or int64 above :data:`MOST_COUNTED` ids, the whole state: an
+            id, :data:`VACANT`, or ``-2 - id`` where a slot is reserved. It may be overwritten in
+            place or replaced: lookups rebuild their hash table.
+        rows, stored: number of ids; number of slots.
+        hashed: whether the table has too many ids to count each.
 
     Example::
 
@@ -112,21 +120,19 @@ class SlotIndex(nn.Module):
         state = torch.full((slots,), VACANT, dtype=dtype)
         state[: len(ids)] = torch.as_tensor(ids)
         self.register_buffer("id_of_slot", state)
-        # From half an id a bucket to one, if all slots are held.
+        # With all slots held, a bucket has between half a slot and one on average.
         self._bits = max(1, (slots - 1).bit_length())
-        # The state that the buckets were made of. A load writes into it, moving it replaces it.
-        self._made_of: tuple[Tensor | None, int] = (None, -1)
-        self._buckets: Any = None
+        self._buckets: _Buckets | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied tensor counts its versions from 0 again: old buckets would seem to fit.
-        return {**self.__dict__, "_made_of": (None, -1), "_buckets": None}
+        # The version of a copied tensor starts at 0 again, so stale buckets could pass as current.
+        return {**self.__dict__, "_buckets": None}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state and of what lookups read."""
-        starts, ids, slots, _ = self._current()
-        return self.id_of_slot.nbytes + starts.nbytes + ids.nbytes + slots.nbytes
+        """Bytes of the state and of the hash table, on this rank."""
+        buckets = self._current_buckets()
+        return self.id_of_slot.nbytes + buckets.starts.nbytes + buckets.slots.nbytes
 
     @property
     def num_kept(self) -> int:
@@ -134,25 +140,28 @@ class SlotIndex(nn.Module):
         return int((self.id_of_slot >= 0).count_nonzero())
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the slots of ids: int32, in their shape; of an id without a slot
-        :data:`~dist_sparse.compaction.row_index.REMOVED`, of one out of ``[0, rows)``
-        :data:`~dist_sparse.compaction.row_index.UNKNOWN`.
+        """Return the slots of ids, int32 in the shape of ``ids``:
+        :data:`~dist_sparse.compaction.row_index.REMOVED` for an id without a slot,
+        :data:`~dist_sparse.compaction.row_index.UNKNOWN` for an id outside ``[0, rows)``.
 
         ``ids`` (int32 or int64, any shape) is not changed.
         """
-        buckets = self._current()
-        given = ids.reshape(-1).long()
-        # Cut to int32, an id out of range could be another one.
-        inside = given.clamp(0, self.rows - 1)
-        wanted = inside.to(buckets.ids.dtype)
-        found = place = buckets.starts.index_select(0, self._bucket(inside))
-        # At most one place has the id: all of a bucket are compared, and no branch is needed.
-        for _ in range(1, buckets.longest):
+        state, _, starts, slots, longest = self._current_buckets()
+        flat = ids.reshape(-1).long()
+        # Clamped before the cast: an id out of range, cut to int32, could equal another id.
+        inside = flat.clamp(0, self.rows - 1)
+        wanted = inside.to(state.dtype)
+        place = starts.index_select(0, self._bucket(inside))
+        found = slots.index_select(0, place)
+        # Every lookup compares as many places as the fullest bucket has. Reading into the next
+        # bucket or the padding is harmless: a slot counts only if this id holds it, and one at most
+        # does.
+        for _ in range(1, longest):
             place = place + 1
-            found = torch.where(buckets.ids.index_select(0, place) == wanted, place, found)
-        slots = buckets.slots.index_select(0, found)
-        slots = torch.where(buckets.ids.index_select(0, found) == wanted, slots, REMOVED)
-        return torch.where(inside == given, slots, UNKNOWN).view(ids.shape)
+            slot = slots.index_select(0, place)
+            found = torch.where(state.index_select(0, slot) == wanted, slot, found)
+        found = torch.where(state.index_select(0, found) == wanted, found, REMOVED)
+        return torch.where(inside == flat, found, UNKNOWN).view(ids.shape)
 
     def holders(self) -> tuple[Tensor, Tensor]:
         """Return the ids that hold a slot, ascending, int64 ``(n,)``, and their slots, int64."""
@@ -162,90 +171,90 @@ class SlotIndex(nn.Module):
 
     def hand_over(self, leaving: Tensor, coming: Tensor) -> None:
         """Free the slots of the ids ``leaving``, and reserve slots for the ids ``coming``: the
-        smallest free slot for the smallest id, and so on. Both are int64 ``(n,)``, ascending."""
+        smallest free slot for the smallest id, and so on. Both are int64 ``(n,)``, ascending.
+
+        A reserved slot belongs to no id yet: lookups of ``coming`` find none before
+        :meth:`admit`."""
         self.id_of_slot[self(leaving).long()] = VACANT
         [free] = (self.id_of_slot == VACANT).nonzero(as_tuple=True)
-        self.id_of_slot[free[: len(coming)]] = _swapped(coming).to(self.id_of_slot.dtype)
+        self.id_of_slot[free[: len(coming)]] = _swap_reserved(coming).to(self.id_of_slot.dtype)
 
     def admit(self) -> tuple[Tensor, Tensor]:
-        """Let ids hold the slots that are reserved for them; return these ids and slots, both int64
+        """Turn reservations into holders; return the new holders and their slots, both int64
         ``(n,)``."""
         [slots] = (self.id_of_slot < VACANT).nonzero(as_tuple=True)
-        ids = _swapped(self.id_of_slot[slots])
+        ids = _swap_reserved(self.id_of_slot[slots])
         self.id_of_slot[slots] = ids
         return ids.long(), slots
 
     def _bucket(self, ids: Tensor) -> Tensor:
         """Return the bucket of ids, int64."""
-        # The sign is shifted in, and masked away.
+        # Right shifts of int64 copy the sign: the mask removes it.
         last = (1 << self._bits) - 1
         return (ids * _MULTIPLIER).bitwise_right_shift_(64 - self._bits).bitwise_and_(last)
 
-    def _current(self) -> _Buckets:
-        """Return the buckets, made of the state as it is now."""
+    def _current_buckets(self) -> _Buckets:
+        """Return the hash table of the current state, rebuilt if the state has changed."""
         state = self.id_of_slot
-        made_of, version = self._made_of
-        if made_of is state and version == state._version:
-            found: _Buckets = self._buckets
-            return found
-        [slots] = (state >= 0).nonzero(as_tuple=True)
-        bucket = self._bucket(state[slots].long())
-        sizes = torch.bincount(bucket, minlength=1 << self._bits)
-        slots = slots[bucket.int().argsort()]
-        longest = max(1, int(sizes.max()))
-        behind = state.new_full((longest,), VACANT)
-        self._buckets = made = _Buckets(
-            (sizes.cumsum(0) - sizes).int(),
-            torch.cat([state[slots], behind]),
-            torch.cat([slots.int(), behind.int()]),
-            longest,
-        )
-        self._made_of = (state, state._version)
-        return made
+        buckets = self._buckets
+        # A load writes into the tensor, moving the module replaces it.
+        if not buckets or buckets.state is not state or buckets.version != state._version:
+            [slots] = (state >= 0).nonzero(as_tuple=True)
+            bucket = self._bucket(state[slots].long())
+            sizes = torch.bincount(bucket, minlength=1 << self._bits)
+            longest = max(1, int(sizes.max()))
+            starts = (sizes.cumsum(0) - sizes).int()
+            slots = nn.functional.pad(slots[bucket.int().argsort()], (0, longest)).int()
+            self._buckets = buckets = _Buckets(state, state._version, starts, slots, longest)
+        return buckets
 
 
 # Collections
 
-# Ids of batches that are copied; then they are counted, id by id.
-_NOTED = 1 << 22
+# Copied ids are counted once there are this many: 32 MiB of int64.
+_MOST_COPIED = 1 << 22
 
 
 class FollowingIds(CompactIds):
-    """Translate a KeyedJaggedTensor of ids into one of slots, without the ids that have none.
+    """Translate a KeyedJaggedTensor of ids into one of slots, without the ids that have no slot.
 
     Args:
         tables: configurations of the whole tables.
-        indexes: by table, of those that follow; other tables keep all of their rows.
-        collection: the collection whose ids these are.
+        indexes: the :class:`SlotIndex` of each table that follows its traffic; other tables keep
+            all of their rows.
+        collection: the collection that these ids are looked up in.
 
     Attributes:
-        fates: by table, lookups in training on this rank since the last update, once batches are
-            sorted out: of all ids; of ids of the table without a slot; of them, of ids that were
-            never looked up before, known to their owners; of ids out of range. int64 ``(4,)``.
-        ahead: how many training batches are translated, and not looked up yet.
+        fates: by table, int64 ``(4,)``: training lookups on this rank since the last update, once
+            :meth:`count_batches` was called. All lookups; lookups of ids without a slot; the part
+            of these whose id was never looked up before, which the owner of the id adds; lookups of
+            ids out of range.
+        ahead: training batches that are translated and not looked up yet.
     """
 
     def __init__(self, tables: Sequence[Any], indexes: Mapping[str, Any], collection: Any) -> None:
         super().__init__(tables, indexes, collection)
         self.fates = {name: torch.zeros(4, dtype=torch.int64) for name in indexes}
-        # Training batches as they came: a step copies their ids, and leaves the rest to an update.
+        # Ids of training batches, and how many each feature has. A step only copies them; counting
+        # waits for an update.
         self._batches: list[tuple[Tensor, list[int]]] = []
-        self._noted = 0
-        # Distinct ids of batches before, and how often each was looked up.
+        self._num_copied = 0
+        # Distinct ids of earlier batches, and how often each was looked up.
         self._counted: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in indexes}
-        # Which ids of a batch had a slot when it was translated, until its output is put together.
+        # By batch, which of its ids had a slot when it was translated. Weak, because a batch that a
+        # pipeline drops is never looked up.
         self._kept: Any = WeakIdKeyDictionary()
         self.ahead = 0
 
     @property
     def slots(self) -> dict[str, SlotIndex]:
-        """The index of each table that follows."""
+        """The index of each table that follows its traffic."""
         found: dict[str, Any] = dict(self.indexes.items())
         return found
 
-    def consumed(self, features: object) -> None:
-        """Note that the collection looks a batch up."""
-        # TorchRec's pipelines trace the forward once, without a batch.
+    def record_lookup(self, features: object) -> None:
+        """Record that the collection looks up a batch."""
+        # TorchRec's pipelines trace the forward once, with a Proxy instead of a batch.
         if self._trains() and not isinstance(features, Proxy):
             self.ahead -= 1
 
@@ -256,10 +265,11 @@ class FollowingIds(CompactIds):
         return super().kept(features) if flags is None else flags
 
     def table_indexes(self) -> dict[str, RowIndex]:
-        """Return which ids hold slots. Their rows are at :meth:`_Follows.table_slots`.
+        """Return a bitmap of the ids that hold slots, by table. :meth:`_Following.table_slots` has
+        the slots.
 
         Raises:
-            ValueError: a table has more ids than a bitmap.
+            ValueError: a table has more ids than a bitmap can have.
         """
         found = {}
         for name, index in self.slots.items():
@@ -273,34 +283,38 @@ class FollowingIds(CompactIds):
             found[name] = RowIndex.of(kept.index_fill_(0, ids, True))
         return found
 
-    def sort_out(self) -> None:
-        """Count the ids of training batches, and what became of their lookups. Call it before ids
-        come into slots: those of earlier batches had none."""
+    def count_batches(self) -> None:
+        """Count the ids of recorded batches, and the fates of their lookups.
+
+        Call it before ids are admitted: the fates are those of the current index, and the recorded
+        batches were translated before."""
         batches = self._batches
         self._batches = []
-        self._noted = 0
+        self._num_copied = 0
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
         for values, lengths in batches:
             for table, ids in zip(self._tables, torch.split(values, lengths), strict=True):
                 if table in self.indexes:
                     parts[table].append(ids)
         for table, looked_up in parts.items():
-            self._counted[table].append(self._distinct(table, torch.cat(looked_up)))
+            self._counted[table].append(self._count_distinct(table, torch.cat(looked_up)))
 
-    def take_noted(self, table: str) -> tuple[Tensor, Tensor]:
+    def take_counts(self, table: str) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of a table that training has looked up on this rank since the
-        last call, ascending, of the dtype of its state, ``(n,)``, and how often, int64 ``(n,)``,
-        both on the CPU."""
-        self.sort_out()
-        counted, self._counted[table] = self._counted[table], []
+        last call, ascending, in the dtype of ``id_of_slot``, ``(n,)``, and how often, int64
+        ``(n,)``, both on the CPU."""
+        self.count_batches()
+        counted = self._counted[table]
+        self._counted[table] = []
+        # torch.cat refuses an empty list.
         none = torch.empty(0, dtype=self.slots[table].id_of_slot.dtype)
         some, times = zip((none, none.long()), *counted, strict=True)
         ids, places = torch.unique(torch.cat(some), return_inverse=True)
         sums = torch.zeros(len(ids), dtype=torch.int64)
         return ids, sums.index_add_(0, places, torch.cat(times))
 
-    def _distinct(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distinct ids of lookups that are in range, and how often each occurs."""
+    def _count_distinct(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distinct ids in range, and how often each occurs; add to the fates."""
         index = self.slots[table]
         inside = ids[(ids >= 0) & (ids < index.rows)].to(index.id_of_slot.dtype)
         found, times = torch.unique(inside, return_counts=True)
@@ -318,60 +332,60 @@ class FollowingIds(CompactIds):
         return training and torch.is_grad_enabled()
 
     def _rows_of(self, table: str, ids: Tensor) -> Tensor:
-        # Without a map of all ids, which each update would make again.
+        # Never from a map of all ids, as in the base class: each update would rebuild it.
         if table not in self.indexes:
             return super()._rows_of(table, ids)
         found: Tensor = self.indexes[table](ids)
         return found
 
-    def _translated(
+    def _record_batch(
         self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
     ) -> None:
         if not self._collection.pooled:
-            # The index may have changed when the output of this batch is put together.
+            # An update may change the index before the output of this batch is assembled.
             self._kept[features] = kept
         if not self._trains():
             return
         self.ahead += 1
-        # A copy: the training loop may use its buffers again.
+        # A copy: the training loop may reuse its buffers.
         self._batches.append((ordered.values().clone(), ordered.length_per_key()))
-        self._noted += len(kept)
-        if self._noted > _NOTED:
-            self.sort_out()
+        self._num_copied += len(kept)
+        if self._num_copied > _MOST_COPIED:
+            self.count_batches()
 
 
-class _Follows(IndexedCollection):
-    """What both kinds of collections have in common."""
+class _Following(IndexedCollection):
+    """The common base of both kinds of following collections."""
 
     translation: ClassVar[type[CompactIds]] = FollowingIds
-    # A mask of rows would be of slots, which change hands.
+    # Masks are by row, and a row is a slot, whose holder changes.
     refused: ClassVar = "its rows are slots, which FollowingTables gives to other ids"
 
     @property
     def following_ids(self) -> FollowingIds:
-        """The translation of ids, also where a pipeline has put another module in its place."""
+        """The translation of ids. A pipeline may have replaced the attribute ``ids``."""
         [ids] = self._translation
         assert isinstance(ids, FollowingIds)
         return ids
 
     def table_slots(self) -> dict[str, Tensor]:
-        """Return the slots of the ids that hold one, in the order of the ids, by table."""
+        """Return the held slots of each table, in the order of the ids that hold them."""
         indexes = self.following_ids.slots.items()
         return {name: index.holders()[1].cpu() for name, index in indexes}
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """Return the embeddings, as the collection of TorchRec does."""
-        self.following_ids.consumed(features)
+        self.following_ids.record_lookup(features)
         return super().forward(features)
 
 
-class FollowingEmbeddingBagCollection(_Follows, CompactEmbeddingBagCollection):
-    """An EmbeddingBagCollection whose tables store slots, which the ids hold that are looked up
-    most; the others read zeros and train nothing. Made by :func:`following`;
-    :class:`~dist_sparse.FollowingTables` hands slots over."""
+class FollowingEmbeddingBagCollection(_Following, CompactEmbeddingBagCollection):
+    """An EmbeddingBagCollection whose tables store slots. The most looked-up ids hold them; other
+    ids read zeros and train nothing. :func:`following` returns it;
+    :class:`~dist_sparse.FollowingTables` updates which ids hold slots."""
 
 
-class FollowingEmbeddingCollection(_Follows, CompactEmbeddingCollection):
+class FollowingEmbeddingCollection(_Following, CompactEmbeddingCollection):
     """An EmbeddingCollection whose tables store slots; see
     :class:`FollowingEmbeddingBagCollection`."""
 
@@ -383,10 +397,9 @@ def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
     """Return a collection, or a compact model, in which tables store fewer rows than they have ids,
     and follow their traffic.
 
-    A row of such a table is a slot, which an id holds. Ids without a slot read zeros, train
-    nothing, and are counted. :class:`~dist_sparse.FollowingTables`, made from the sharded model,
-    gives the slots to the ids that are looked up most, again and again. There are two ways to
-    begin:
+    A row of such a table is a slot, which one id holds. Ids without a slot read zeros, train
+    nothing, and are counted. :class:`~dist_sparse.FollowingTables`, built from the sharded model,
+    gives the slots to the most looked-up ids at regular intervals. There are two ways to begin:
 
     - ``following(collection, rows=...)`` before DistributedModelParallel, with a collection on the
       meta device: no table ever exists whole, and no id holds a slot yet.
@@ -396,12 +409,12 @@ def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
     Args:
         model: an EmbeddingBagCollection or EmbeddingCollection on the meta device, whose
             ``num_embeddings`` counts ids; or what :func:`~dist_sparse.compact` returned.
-        rows: of a collection: by table, how many rows it stores; other tables keep a row for each
+        rows: for a collection: by table, how many rows to store; other tables keep a row for each
             id.
 
     Returns:
-        A module in the place of the collection, which takes the same ids; TorchRec's collection of
-        slots is its ``inner``. Or ``model``, with such modules in it.
+        A module that replaces the collection and takes the same ids; its ``inner`` is TorchRec's
+        collection of slots. Or ``model``, with such modules in it.
 
     Raises:
         ValueError: an argument is invalid; a collection is not on the meta device, or can't be
@@ -421,52 +434,58 @@ def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
         >>> bags.inner.embedding_bags["item"].weight.shape
         torch.Size([1000000, 64])
     """
-    return _of_compact(model) if rows is None else _of_collection(model, rows)
+    if rows is None:
+        return _follow_compact(model)
+    return _follow_collection(model, rows)
 
 
-def _of_collection(given: nn.Module, rows: Mapping[str, int]) -> Any:
-    found = collection(given)
+def _follow_collection(module: nn.Module, rows: Mapping[str, int]) -> Any:
+    """Return a following collection in which no id holds a slot yet."""
+    found = collection(module)
     if found is None or found.is_sharded:
         raise ValueError(
-            f"Invalid collection of type {type(given).__name__}: must be an"
+            f"Invalid collection of type {type(module).__name__}: must be an"
             " EmbeddingBagCollection or EmbeddingCollection that is not sharded yet."
         )
-    if not all(parameter.is_meta for parameter in given.parameters()):
+    if not all(parameter.is_meta for parameter in module.parameters()):
         raise ValueError(
             "The collection must be on the meta device, device=torch.device('meta'): its tables"
             " have memory for all ids."
         )
-    _refuse(given, given)
-    configs = configs_of(given)
+    _refuse_unsupported(module, module)
+    configs = configs_of(module)
     ids = {config.name: config.num_embeddings for config in configs}
-    if not rows or set(rows) - set(ids):
+    is_valid = isinstance(rows, Mapping) and rows and rows.keys() <= ids.keys()
+    if not is_valid:
         raise ValueError(f"Invalid rows={rows!r}: the collection has the tables {sorted(ids)}.")
     indexes = {}
     for name, count in rows.items():
         checks.integer("rows", count, least=1, most=ids[name], of=name)
         indexes[name] = SlotIndex(ids[name], count)
-    return _made(configs, indexes, found)
+    return _build(configs, indexes, found)
 
 
-def _refuse(model: nn.Module, inner: nn.Module) -> None:
+def _refuse_unsupported(model: nn.Module, inner: nn.Module) -> None:
+    """Refuse collections that compact() refuses."""
     if reason := compact_refusal(model, inner):
         raise ValueError(f"This collection can't follow its traffic: {reason}.")
 
 
-def _made(configs: list[Any], indexes: Mapping[str, Any], found: Collection) -> Any:
-    """Return a following collection in the place of one that was found."""
+def _build(configs: list[Any], indexes: Mapping[str, Any], found: Collection) -> Any:
+    """Return a following collection of the same kind as ``found``, on the meta device."""
     kind = FollowingEmbeddingBagCollection if found.pooled else FollowingEmbeddingCollection
     return kind(configs, indexes, found.weighted, torch.device("meta"))
 
 
-def _of_compact(model: nn.Module) -> nn.Module:
-    """Put following collections in the places of compact ones, around the rows that they store."""
-    # By exact class: not the ones that follow already.
+def _follow_compact(model: nn.Module) -> nn.Module:
+    """Replace compact collections by following ones that store the same rows."""
+    check_module(model)
+    # By exact class: subclasses are following collections already.
     kinds = (CompactEmbeddingBagCollection, CompactEmbeddingCollection)
     replaced: dict[nn.Module, nn.Module] = {}
     for old in model.modules():
         if type(old) in kinds and cast(Any, old).table_indexes():
-            replaced[old] = _around(old, model)
+            replaced[old] = _follow_same_rows(old, model)
     if not replaced:
         raise ValueError(
             f"{type(model).__name__} has no compact collection with removed rows, which compact()"
@@ -476,20 +495,20 @@ def _of_compact(model: nn.Module) -> nn.Module:
     return replaced.get(model, model)
 
 
-def _around(old: Any, model: nn.Module) -> Any:
-    """Return a following collection that has the rows of a compact one."""
+def _follow_same_rows(old: Any, model: nn.Module) -> Any:
+    """Return a following collection that takes over ``inner``, the rows of a compact one."""
     inner = old.inner
     found = collection_of(inner)
-    _refuse(model, inner)
+    _refuse_unsupported(model, inner)
     refuse_masked(list(inner.named_parameters()))
     stored = {table.name: table.rows for table in found.tables}
     indexes = {}
     for name, index in old.table_indexes().items():
         if index.default_row:
             raise ValueError(f"Table {name!r} has a default row, which is no one's slot.")
-        # Kept rows are stored in the order of their ids.
+        # Kept rows are stored in the order of their ids: the first slot is that of the first id.
         ids = index.kept().nonzero().view(-1)
         indexes[name] = SlotIndex(index.rows, stored[name], ids).to(ids.device)
-    made = _made(configs_of(old), indexes, found)
-    made.inner = inner
-    return made.train(old.training)
+    new = _build(configs_of(old), indexes, found)
+    new.inner = inner
+    return new.train(old.training)

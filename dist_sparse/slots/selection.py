@@ -1,18 +1,18 @@
-"""Lookup counts of the ids of a table, and the hottest ids, which hold its slots.
+"""Lookup counts of the ids of a table, and the selection of the hottest ids.
 
-Ids are cut into one range a rank: that rank counts them. :class:`LookupCounts` has a count for each
-id of its range, :class:`CandidateCounts` for some: of a table with too many ids, the most looked-up
-ones have a count, and the others none.
+Each rank owns one contiguous range of the ids and counts their lookups. :class:`LookupCounts` has a
+count for every id of the range. :class:`CandidateCounts` has counts for the hottest ids only, for
+tables with too many ids to count each.
 
-A count is an int32. With a decay, old lookups weigh less: rather than multiply all counts at every
-update, a new lookup weighs more. When its weight has grown :data:`_GROWTH`-fold, all counts are
-divided once. So an update reads only what was looked up since the update before.
+A count is an int32. With a decay, old lookups weigh less. Instead of multiplying all counts at
+every update, a new lookup weighs more; once its weight has grown :data:`_GROWTH`-fold, all counts
+are divided. So an update reads only the counts of ids that were looked up since the last one.
 
-Selection is exact over all ranks: each brings the ids of its range that hold a slot, and those that
-may win one. A key orders them: the lookup count, then whether an id holds a slot already, then the
-smaller id. So a row does not change hands for a tie, and the result does not depend on the number
-of ranks. It is enough to compare the holders and the ids looked up since the last update: any other
-id lost to all holders of that update, whose counts have not fallen since against its own.
+Selection is exact over all ranks. Each rank contributes the owned ids that hold a slot, and those
+that may win one. They are ordered by lookup count, then holders before others, then smaller ids
+first. So a slot does not change its holder for a tie, and the result does not depend on the number
+of ranks. Only holders and the ids looked up since the last update need to be compared: any other id
+lost to all holders of that update, and decay scales its count as it scales theirs.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dist_sparse.checks import refuse
 from dist_sparse.groups import Group, Parcels
 from dist_sparse.slots.collections import VACANT
 from dist_sparse.tables.chunked import ChunkedTensor
 
 # Counts
 
-# Counts stop here: ids that are looked up more often are among the hottest in any order.
+# Counts saturate here, so that a key, 2 * count + 1, is below :data:`PROTECTED` and fits 33 bits.
 MOST = 1 << 30
 
-# Weight of a lookup at first, where counts decay: shares of a lookup are counted.
+# With decay, the weight of a lookup right after a division: counts have 4 fractional bits.
 _UNIT = 16
 
-# Counts are divided when a lookup weighs so many times as much as at first.
+# Counts are divided once a lookup weighs this many times :data:`_UNIT`.
 _GROWTH = 16
 
-# Counts that are read together: temporaries take several times their memory.
+# Counts that are processed at a time, 16 MiB: their int64 copies take twice that.
 _SPAN = 1 << 22
 
 
 class Weight:
-    """What a lookup adds to a count.
+    """The number that a lookup adds to a count.
 
     Args:
-        decay: what a lookup is worth after each update, in (0, 1].
+        decay: factor on the weight of earlier lookups at each update, in (0, 1].
         age: updates since counts were divided.
 
     Example::
@@ -68,11 +69,11 @@ class Weight:
         return 1 if self.decay == 1 else round(_UNIT * self.decay**-self.age)
 
     def next(self) -> int | None:
-        """Begin the time after an update. Return the weight from which counts must be brought down
-        to the first one; None where they stay."""
+        """Begin the interval after an update. Return the weight by which to divide counts now, or
+        None."""
         before = self.now
         divides = before >= _UNIT * _GROWTH
-        # The lookups of the time that begins weigh one decay more than those before.
+        # After a division age 0 is the interval that ended, so the new one has age 1.
         self.age = 1 if divides else self.age + 1
         return before if divides else None
 
@@ -81,7 +82,7 @@ class LookupCounts:
     """Counts of the ids ``[first, last)`` of a table, on the rank that owns them.
 
     Args:
-        first, last: the range.
+        first, last: the owned ids.
 
     Attributes:
         counts: int32 ``(last - first,)``.
@@ -91,7 +92,7 @@ class LookupCounts:
         >>> import torch
         >>> from dist_sparse.slots.selection import LookupCounts
         >>> owned = LookupCounts(10, 20)
-        >>> owned.seen_all()
+        >>> owned.begin_interval()
         >>> owned.add(torch.tensor([11, 15]), torch.tensor([3, 1]), weight=1)
         >>> owned.looked_up(least=1), owned.looked_up(least=2)
         (tensor([11, 15]), tensor([11]))
@@ -100,12 +101,18 @@ class LookupCounts:
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
         self.counts = torch.zeros(last - first, dtype=torch.int32)
-        # Ids since the last update; None where any may be new to it.
+        # Places of the ids looked up since the last update. None before the first update and after
+        # a load: then any id may win a slot.
         self._touched: list[Tensor] | None = None
 
     def add(self, ids: Tensor, times: Tensor, weight: int) -> None:
-        """Add lookups: of each of ``ids``, int ``(n,)``, which are distinct and in the range, so
-        many ``times``."""
+        """Add lookups.
+
+        Args:
+            ids: distinct owned ids, int ``(n,)``.
+            times: lookups of each, int ``(n,)``.
+            weight: of one lookup.
+        """
         places = ids.long() - self.first
         added = times.long().mul_(weight).add_(self.counts[places])
         self.counts[places] = added.clamp_(max=MOST).int()
@@ -113,12 +120,12 @@ class LookupCounts:
             self._touched.append(places.int())
 
     def of(self, ids: Tensor) -> Tensor:
-        """Return the counts of ids of the range: int64 ``(n,)``."""
+        """Return the counts of owned ids: int64 ``(n,)``."""
         return self.counts[ids - self.first].long()
 
     def looked_up(self, least: int) -> Tensor:
-        """Return the ids whose count is at least ``least``, of those with a lookup since the last
-        update: ascending, int64 ``(n,)``."""
+        """Return the ids looked up since the last update whose count is at least ``least``:
+        ascending, int64 ``(n,)``."""
         if self._touched is not None:
             touched = torch.cat([torch.empty(0, dtype=torch.int32), *self._touched])
             places: Tensor = torch.unique(touched[self.counts[touched] >= least])
@@ -128,51 +135,53 @@ class LookupCounts:
             found.append((part >= least).nonzero().view(-1) + (self.first + number * _SPAN))
         return torch.cat(found)
 
-    def seen_all(self) -> None:
-        """Begin to note which ids are looked up: an update has compared all before."""
+    def begin_interval(self) -> None:
+        """Record which ids are looked up from now on: an update has compared all others."""
         self._touched = []
 
     def saved(self, ids: int, group: Group) -> ChunkedTensor:
-        """Return the counts as a state holds them: of all ``ids`` of the table, a part a rank."""
+        """Return the counts for a state: one tensor of all ``ids`` of the table, of which each rank
+        writes a part."""
         size = len(self.counts)
-        # A rank behind the last id has nothing to write.
+        # With fewer ids than ranks, the last ranks own none and write nothing.
         writes = [((self.first,), self.counts)] if size else []
         wants = [((self.first,), (size,))] if size else []
         return ChunkedTensor((ids,), self.counts.dtype, writes, wants)
 
     def part(self, table: str, saved: Any) -> list[Tensor]:
-        """Return the counts of this range from a state, for :meth:`load`.
+        """Return the counts of the owned ids from a state, for :meth:`load`.
 
         Raises:
-            ValueError: it has none.
+            ValueError: the state does not have them.
         """
         pieces = [self.counts[:0]]
         if isinstance(saved, ChunkedTensor):
+            # A state of this rank that no checkpoint has loaded has its own counts only.
             own = [piece for (first,), piece in saved.writes if first == self.first]
             pieces += saved.loaded or own
         found = torch.cat(pieces)
-        _check_part(self, table, found, found.shape == self.counts.shape)
+        _check_counts(self, table, found, found.shape == self.counts.shape)
         return [found]
 
     def load(self, counts: Tensor) -> None:
-        """Take other counts; updates have seen none of them."""
+        """Replace the counts; the next update compares all ids."""
         self.counts.copy_(counts)
         self._touched = None
 
     def divide(self, weight: int) -> None:
-        """Bring counts down after lookups have weighed ``weight``, rounding down."""
+        """Scale counts from lookups of ``weight`` to lookups of :data:`_UNIT`, rounding down."""
         for part in torch.split(self.counts, _SPAN):
             part.copy_(part.long().mul_(_UNIT).floor_divide_(weight))
 
 
 class CandidateCounts:
-    """Counts of some ids of a range, on the rank that owns it; all others count 0.
+    """Counts of some of the ids ``[first, last)``, on the rank that owns them; others count 0.
 
     Args:
-        first, last: the range.
+        first, last: the owned ids.
 
     Attributes:
-        ids: that have a count, int64 ``(n,)``, ascending.
+        ids: the ids that have a count, int64 ``(n,)``, ascending.
         counts: int32 ``(n,)``.
 
     Example::
@@ -192,16 +201,17 @@ class CandidateCounts:
         self.load(torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
 
     def add(self, ids: Tensor, times: Tensor, weight: int) -> None:
-        """Add lookups; as of :class:`LookupCounts`. New ids get a count."""
+        """Add lookups, as :meth:`LookupCounts.add` does. New ids get a count."""
         both, places = torch.unique(torch.cat([self.ids, ids.long()]), return_inverse=True)
         added = torch.cat([self.counts.long(), times.long() * weight])
         counts = torch.zeros(len(both), dtype=torch.int64).index_add_(0, places, added)
         self.load(counts.clamp_(max=MOST).int(), both)
 
     def of(self, ids: Tensor) -> Tensor:
-        """Return the counts of ids of the range: int64 ``(n,)``."""
+        """Return the counts of owned ids: int64 ``(n,)``."""
         if not len(self.ids):
             return torch.zeros(ids.shape, dtype=torch.int64)
+        # An id above all others is placed behind the last: it is compared with the last.
         places = torch.searchsorted(self.ids, ids.long()).clamp_(max=len(self.ids) - 1)
         return torch.where(self.ids[places] == ids, self.counts[places].long(), 0)
 
@@ -209,59 +219,67 @@ class CandidateCounts:
         """Return the ids whose count is at least ``least``: ascending, int64 ``(n,)``."""
         return self.ids[self.counts >= least]
 
-    def seen_all(self) -> None:
-        """Do nothing: all candidates are compared in each update."""
+    def begin_interval(self) -> None:
+        """Do nothing: each update compares all candidates."""
 
     def saved(self, ids: int, group: Group) -> Tensor:
-        """Return the counts as a state holds them: ``ids`` of all ranks and their counts, int64
+        """Return the counts for a state: the candidates of all ranks and their counts, int64
         ``(2, ids)``. Collective."""
-        both = torch.stack(gathered([self.ids, self.counts.long()], group))
-        # A size that does not depend on the counts, which a checkpoint loads into.
+        both = torch.stack(gather_parts([self.ids, self.counts.long()], group))
+        # Padded to a fixed size: a checkpoint loads in place, into a tensor of the saved shape.
         return nn.functional.pad(both, (0, ids - both.shape[1]), value=VACANT)
 
     def part(self, table: str, saved: Any) -> list[Tensor]:
-        """Return the counts of this range from a state, and their ids, for :meth:`load`.
+        """Return the counts of the owned ids from a state, and these ids, for :meth:`load`.
 
         Raises:
-            ValueError: it has none.
+            ValueError: the state does not have them.
         """
-        ids, counts = saved
-        mine = (ids >= self.first) & (ids < self.last)
-        _check_part(self, table, counts[mine].int(), bool((ids[mine].diff() > 0).all()))
-        return [counts[mine].int(), ids[mine]]
+        all_ids, all_counts = saved
+        owned = (all_ids >= self.first) & (all_ids < self.last)
+        ids = all_ids[owned]
+        counts = all_counts[owned].int()
+        _check_counts(self, table, counts, bool((ids.diff() > 0).all()))
+        return [counts, ids]
 
     def load(self, counts: Tensor, ids: Tensor) -> None:
-        """Take other counts, of ids in ascending order."""
-        self.counts, self.ids = counts, ids
+        """Replace the counts and their ids, which ascend."""
+        self.counts = counts
+        self.ids = ids
 
     def keep(self, flags: Tensor) -> None:
-        """Forget the counts of all ids but some: bool ``(n,)``."""
+        """Drop the counts of all ids that are not flagged: bool ``(n,)``."""
         self.load(self.counts[flags], self.ids[flags])
 
     def divide(self, weight: int) -> None:
-        """Bring counts down after lookups have weighed ``weight``, rounding down."""
+        """Scale counts from lookups of ``weight`` to lookups of :data:`_UNIT`, rounding down."""
         self.counts = (self.counts.long() * _UNIT // weight).int()
 
 
-def _check_part(
-    counts: LookupCounts | CandidateCounts, table: str, part: Tensor, fits: bool
+def _check_counts(
+    owner: LookupCounts | CandidateCounts, table: str, part: Tensor, fits: bool
 ) -> None:
-    """Refuse counts from a state that are not of this range."""
-    if not fits or part.dtype != torch.int32:
-        raise ValueError(
-            f"Table {table!r}: the state has no counts of the ids [{counts.first}, {counts.last})."
-            " Of other ranks, it must be loaded by torch.distributed.checkpoint."
-        )
-    if bool((part < 0).any()):
-        raise ValueError(f"Table {table!r}: the state has counts below 0.")
+    """Refuse counts from a state that are not those of the owned ids."""
+    lacks = f"Table {table!r}: the state has no counts of the ids [{owner.first}, {owner.last})."
+    rules = {
+        f"{lacks} Of other ranks, it must be loaded by torch.distributed.checkpoint.": not fits
+        or part.dtype != torch.int32,
+        f"Table {table!r}: the state has counts below 0.": (part < 0).any(),
+    }
+    refuse(rules)
 
 
 # Communication
 
 
-def exchanged(outgoing: Sequence[Sequence[Tensor]], group: Group) -> list[list[Tensor]]:
-    """Send each rank as many tensors, int64 ``(n,)``; return those of each rank. Collective."""
+def exchange(outgoing: Sequence[Sequence[Tensor]], group: Group) -> list[list[Tensor]]:
+    """Send tensors, int64 ``(n,)``, to each rank; return the tensors from each rank. Collective.
+
+    Args:
+        outgoing: by receiver; all receivers get equally many tensors, of any lengths.
+    """
     sizes = torch.tensor([list(map(len, parts)) for parts in outgoing])
+    # Row: sender, column: receiver.
     arriving = group.all_gather(sizes)[:, group.rank].tolist()
     parcels = Parcels(group)
     for receiver, parts in enumerate(outgoing):
@@ -274,83 +292,94 @@ def exchanged(outgoing: Sequence[Sequence[Tensor]], group: Group) -> list[list[T
     return [[*torch.split(read(), lengths)] for read, lengths in zip(reads, arriving, strict=True)]
 
 
-def gathered(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Return what all ranks have of each part, one after the other: int64 ``(n,)``. Collective."""
-    arrived = exchanged([parts] * group.size, group)
+def gather_parts(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Concatenate each part over all ranks, in their order: int64 ``(n,)``. Collective."""
+    arrived = exchange([parts] * group.size, group)
     return [torch.cat(pieces) for pieces in zip(*arrived, strict=True)]
 
 
 # Selection
 
-# The key of protected ids: above all counts.
+# The ranking key of protected ids: above that of any count.
 PROTECTED = 2 * MOST + 2
 
-# Bits of a key that a round finds; three rounds find all.
+# Bits of a key that a round determines. Three rounds determine 33: all keys up to PROTECTED.
 _BITS = 11
 
 _BUCKETS = 1 << _BITS
 
 
-def bars(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[int]:
-    """Return for each table the least count with which an id without a slot may win one.
+def least_winning_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[int]:
+    """Return for each table the smallest count with which an id without a slot may win one.
     Collective: one all-gather.
 
     Args:
-        slots: of each table.
-        keys: of this rank's ids that hold one: int64 ``(n,)``.
+        slots: number of slots of each table.
+        keys: by table, ranking keys of the owned ids that hold a slot: int64 ``(n,)``.
     """
-    least = torch.tensor([PROTECTED])
-    mine = [torch.stack([torch.tensor(len(each)), torch.cat([each, least]).min()]) for each in keys]
-    number, coldest = group.all_gather(torch.stack(mine)).unbind(2)
-    # A free slot costs nothing. In a tie the holder keeps its slot.
-    is_full = number.sum(0) == torch.tensor(slots)
+    # A rank that owns no holder has no minimum: PROTECTED stands for it.
+    padding = torch.tensor([PROTECTED])
+    here = []
+    for table_keys in keys:
+        least = torch.cat([table_keys, padding]).min()
+        here.append(torch.stack([torch.tensor(len(table_keys)), least]))
+    holders, coldest = group.all_gather(torch.stack(here)).unbind(2)
+    # While a slot is free, any count wins it: 0. Otherwise more than the coldest holder's count is
+    # needed, which is half its key: in a tie the holder keeps its slot.
+    is_full = holders.sum(0) == torch.tensor(slots)
     return (is_full * (coldest.amin(0) // 2 + 1)).tolist()
 
 
-def winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Return for each table which of this rank's ids hold a slot from now on: bool ``(n,)``.
+def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Return for each table which of the owned ids hold a slot from now on: bool ``(n,)``.
     Collective over ``group``: three all-reduces of 16 KiB a table, and an all-gather.
 
+    The k-th largest key is found by radix selection: each round sums a histogram of the next
+    :data:`_BITS` bits over all ranks, and continues in the bucket that the key falls into.
+
     Args:
-        slots: of each table, over all ranks.
-        keys: what orders the ids of each table that this rank owns and that may hold a slot, int64
-            ``(n,)``: larger wins, then the smaller id. Ids ascend, and their ranges with the ranks.
+        slots: number of slots of each table, over all ranks.
+        keys: by table, ranking keys of the owned ids that may hold a slot, int64 ``(n,)``, in the
+            order of the ids: the larger key wins, then the smaller id.
 
     Example::
 
         >>> import torch
-        >>> from dist_sparse.slots.selection import winners
+        >>> from dist_sparse.slots.selection import select_winners
         >>> from dist_sparse.groups import group_over
-        >>> winners([2], [torch.tensor([6, 2, 6, 6])], group_over(None))
+        >>> select_winners([2], [torch.tensor([6, 2, 6, 6])], group_over(None))
         [tensor([ True, False,  True, False])]
     """
+    # Slots left for ids whose key begins with the prefix.
     left = torch.tensor(slots, dtype=torch.int64)
-    # The bits found so far of the last key that wins, of each table.
+    # The bits known so far of each table's last winning key.
     prefix = torch.zeros(len(keys), dtype=torch.int64)
     all_win = torch.zeros(len(keys), dtype=torch.bool)
     for shift in (2 * _BITS, _BITS, 0):
-        parts = [
-            _histogram(each, shift, int(bits)) for each, bits in zip(keys, prefix, strict=True)
+        histograms = [
+            _histogram(table_keys, shift, int(bits))
+            for table_keys, bits in zip(keys, prefix, strict=True)
         ]
-        counts = group.all_reduce(torch.stack(parts))
-        # Keys in this bucket and above: they fall from the first bucket to the last.
+        counts = group.all_reduce(torch.stack(histograms))
+        # Keys in each bucket or above: descending along the buckets.
         from_here = counts.flip(1).cumsum(1).flip(1)
         if shift == 2 * _BITS:
+            # Fewer ids than slots: there is no last winning key to find.
             all_win = from_here[:, 0] <= left
         bucket = ((from_here >= left[:, None]).sum(1) - 1).clamp(min=0)
         above = (from_here - counts).gather(1, bucket[:, None]).squeeze(1)
         left -= above
         prefix = prefix * _BUCKETS + bucket
-    # So many ids with the last key win.
-    tied = [each == last for each, last in zip(keys, prefix, strict=True)]
-    mine = torch.tensor([int(flags.sum()) for flags in tied], dtype=torch.int64)
-    # Lower ranks own smaller ids, which win first.
-    left -= group.all_gather(mine)[: group.rank].sum(0)
-    found = []
+    # Now the prefix is the last winning key, and ``left`` slots remain for the ids that have it.
+    tied = [table_keys == last for table_keys, last in zip(keys, prefix, strict=True)]
+    num_tied = torch.stack([flags.sum() for flags in tied])
+    # Smaller ids win a tie, and lower ranks own smaller ids.
+    left -= group.all_gather(num_tied)[: group.rank].sum(0)
+    winners = []
     for number, flags in enumerate(tied):
         first = flags & (flags.cumsum(0) <= left[number])
-        found.append((keys[number] > prefix[number]) | first | all_win[number])
-    return found
+        winners.append((keys[number] > prefix[number]) | first | all_win[number])
+    return winners
 
 
 def _histogram(keys: Tensor, shift: int, prefix: int) -> Tensor:

@@ -1,13 +1,14 @@
-"""`FollowingTables`: gives the slots of following tables to the ids that are looked up most.
+"""`FollowingTables` gives the slots of following tables to the most looked-up ids.
 
-A step between updates is local: ids are noted as they are translated. An update has these parts,
-each on all ranks before the next:
+Steps between updates are local: ids are recorded as they are translated. An update has four phases.
+All ranks finish one before any begins the next:
 
-1. Count: noted lookups go to the ranks that own the ids.
-2. Select: the hottest ids of each table, exactly, over all ranks.
-3. Hand over: ids that lost free their slots, ids that won get a reservation.
-4. Admit: once no batch in flight was translated before the hand-over, the reserved rows are
-   written, and their ids are found from then on.
+1. Count: each rank sends the recorded lookups to the ranks that own the ids.
+2. Select: find the hottest ids of each table, exactly, over all ranks.
+3. Hand over: ids that lost free their slots, ids that won reserve them.
+4. Admit: write the initial rows of the reserved slots and let their ids be found. This waits until
+   every batch that was translated before the hand-over has been trained: such a batch still reads
+   and writes the slots of the ids that lost.
 """
 
 from __future__ import annotations
@@ -27,39 +28,35 @@ from dist_sparse.compaction.moving import Steppers, StoredTables
 from dist_sparse.compaction.tables import draw_rows
 from dist_sparse.groups import Group, world_group
 from dist_sparse.records import SlotChange, SlotUpdate
-from dist_sparse.slots.collections import (
-    FollowingCollection,
-    FollowingIds,
-    SlotIndex,
-)
+from dist_sparse.slots.collections import FollowingCollection, FollowingIds, SlotIndex
 from dist_sparse.slots.selection import (
     PROTECTED,
     CandidateCounts,
     LookupCounts,
     Weight,
-    bars,
-    exchanged,
-    gathered,
-    winners,
+    exchange,
+    gather_parts,
+    least_winning_counts,
+    select_winners,
 )
-from dist_sparse.tables.modules import collection_of
+from dist_sparse.tables.modules import check_module, collection_of
 from dist_sparse.text import count, percent, table_lines
 
 
 @dataclass(eq=False)
 class _Table:
-    """A following table.
+    """A following table. This rank *owns* one range of its ids: it counts their lookups.
 
     Args:
         name: of the table.
-        collection: that it is in.
-        bounds: of its initial weights.
-        starts: where the range of each rank's ids begins and, last, where the ids end.
-        counts: of this rank's range.
+        collection: the collection that has the table.
+        bounds: of the uniform distribution of initial weights.
+        starts: the first id that each rank owns and, last, the number of ids.
+        counts: lookups of the ids that this rank owns.
         protected: ids that always hold a slot, ascending, int64.
-        candidates: how many ids have a count over all ranks, where there are too many ids.
+        candidates: how many ids have a count, over all ranks.
         totals: lookups of all ranks until the last update, as :attr:`FollowingIds.fates`.
-        new: ids of this rank's range that had no count at the last update, int64, in any order.
+        new: owned ids first looked up since the last update, int64, in any order.
     """
 
     name: str
@@ -82,20 +79,20 @@ class _Table:
 
     @property
     def fates(self) -> Tensor:
-        """Lookups on this rank since the last update: int64 ``(4,)``."""
+        """:attr:`FollowingIds.fates` of this table."""
         return self.ids.fates[self.name]
 
     def stored(self, steppers: Steppers) -> StoredTables:
-        """Return what this rank stores of the table."""
+        """Return the shards that this rank stores of the table."""
         return StoredTables(self.collection.inner, [self.name], steppers)
 
     @torch.no_grad()
     def write(self, ids: Tensor, slots: Tensor, steppers: Steppers, seed: int) -> None:
-        """Write what this rank stores of rows that change hands: weights become the initial ones of
-        the id that comes, optimizer state that of a new row. No other row is read or written.
+        """Initialize the slots of new holders, in this rank's shards: weights are drawn for the id,
+        optimizer state is that of a new row. No other row is read or written.
 
         Args:
-            ids, slots: which ids come into which slots, int64 ``(n,)``.
+            ids, slots: the new holders and their slots, int64 ``(n,)``.
         """
         stored = self.stored(steppers)
         states = [
@@ -109,90 +106,98 @@ class _Table:
             for shards, initial in states:
                 shards[number][places.to(weight.device)] = initial
 
-    def held_here(self) -> Tensor:
-        """Return the ids of this rank's range that hold a slot, int64."""
+    def owned_holders(self) -> Tensor:
+        """Return the owned ids that hold a slot, ascending, int64."""
         ids = self.index.holders()[0].cpu()
         return ids[(ids >= self.counts.first) & (ids < self.counts.last)]
 
-    def keys(self, ids: Tensor, holds: bool | Tensor) -> Tensor:
-        """Return what orders ids of this rank's range, int64 ``(n,)``: larger wins.
+    def ranking_keys(self, ids: Tensor, holds: bool | Tensor) -> Tensor:
+        """Return the keys that rank owned ids, int64 ``(n,)``: the larger key wins.
 
         Args:
-            holds: whether they hold slots.
+            holds: whether the ids hold slots.
         """
+        # The lowest bit breaks ties in favour of holders.
         keys = 2 * self.counts.of(ids) + holds
         return keys.masked_fill_(torch.isin(ids, self.protected), PROTECTED)
 
-    def holds(self, ids: Tensor) -> Tensor:
+    def have_slots(self, ids: Tensor) -> Tensor:
         """Return which ids hold slots: bool ``(n,)``, on the CPU."""
         found: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu() >= 0
         return found
 
-    def count(self, arrived: Sequence[tuple[Tensor, Tensor]], weight: int) -> None:
-        """Add lookups of this rank's ids: distinct ids and how often, from each rank."""
+    def add_lookups(self, arrived: Sequence[tuple[Tensor, Tensor]], weight: int) -> None:
+        """Add lookups of owned ids: from each rank, distinct ids and how often.
+
+        Args:
+            weight: of one lookup.
+        """
         added = [self.new]
         for ids, times in arrived:
-            # Of an id that several ranks bring, or that a summary has counted since the last
-            # update, all lookups are the first.
-            first = (self.counts.of(ids.long()) == 0) | torch.isin(ids.long(), self.new)
-            first &= ~self.holds(ids)
-            self.fates[2] += times[first].sum()
-            added.append(ids[first].long())
+            # An id stays new until the next update, whether several ranks send it or a summary has
+            # counted it meanwhile. Counts are added below, after all senders were compared.
+            is_new = (self.counts.of(ids.long()) == 0) | torch.isin(ids.long(), self.new)
+            is_new &= ~self.have_slots(ids)
+            self.fates[2] += times[is_new].sum()
+            added.append(ids[is_new].long())
         self.new = torch.cat(added)
         for ids, times in arrived:
             self.counts.add(ids, times, weight)
 
-    def forget_fates(self) -> None:
-        """Begin the time after an update."""
+    def reset_fates(self) -> None:
+        """Begin the interval after an update."""
         self.fates.zero_()
         self.new = self.new[:0]
 
-    def seen(self) -> tuple[int, int]:
-        """Return how many ids of this rank's range were looked up and hold no slot, and how many
-        never were."""
+    def without_slot(self) -> tuple[int, int]:
+        """Return how many owned ids were looked up but hold no slot, and how many were never looked
+        up."""
         seen = int(self.counts.counts.count_nonzero())
-        with_slot = int(self.counts.of(self.held_here()).count_nonzero())
+        with_slot = int(self.counts.of(self.owned_holders()).count_nonzero())
         return seen - with_slot, self.counts.last - self.counts.first - seen
 
     def newcomers(self, least: int) -> Tensor:
-        """Return the ids of this rank's range without a slot that may win one, ascending, int64.
+        """Return the owned ids without a slot that may win one, ascending, int64.
 
         Args:
-            least: count of an id that is not protected.
+            least: the smallest count with which an unprotected id may win.
         """
-        mine = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
-        ids = torch.unique(torch.cat([self.counts.looked_up(least), self.protected[mine]]))
-        found: Tensor = ids[~self.holds(ids)]
+        owned = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
+        ids = torch.unique(torch.cat([self.counts.looked_up(least), self.protected[owned]]))
+        found: Tensor = ids[~self.have_slots(ids)]
         return found
 
 
 class FollowingTables:
-    """The following tables of a sharded model, and the counts by which ids hold their slots.
+    """The following tables of a sharded model, and the lookup counts that decide which ids hold
+    slots.
 
-    Every id of a table is counted, by the rank that owns its range: an int32. Of a table with more
-    than 2,147,483,645 ids those with the highest counts are, then the smaller ids: any other id
-    starts from 0 when it is next looked up. Every ``every`` steps
-    the hottest ids hold the slots: an id comes if it has ``admit_after`` lookups, and more than
-    another id that holds a slot. It gets the table's initial weights, drawn by seed, table and id,
-    and new optimizer state; a slot stays where it is stored. With equal counts, holders stay, then
-    smaller ids come first: slots are the same on every sharding and number of ranks.
+    Each id has an int32 count on the rank that owns it. A table with more than 2,147,483,645 ids
+    counts only the ids with the highest counts, then the smaller ids; any other id starts from 0
+    when it is next looked up.
 
-    With a train pipeline, batches are translated ahead. Ids that lose their slots are not found
-    from the update on; the ids that follow are found once the batches in flight have been trained,
-    so that a slot is never trained for two ids.
+    Every ``every`` steps the slots are given to the hottest ids. An id is admitted if it has
+    ``admit_after`` lookups, and more than another id that holds a slot. It gets initial weights,
+    drawn by seed, table and id, and new optimizer state; a slot stays where it is stored. With
+    equal counts, holders stay, then smaller ids win: slots are the same on every sharding and
+    number of ranks.
 
-    Collective: every rank of the world must make it, and call ``step()`` equally often.
+    A train pipeline translates batches ahead. Ids that lose their slots are not found from the
+    update on; new holders are found once the batches in flight have been trained, so that a slot is
+    never trained for two ids.
+
+    Collective: every rank of the world must construct it, and call ``step()`` equally often.
 
     Args:
         model: a DistributedModelParallel with collections of :func:`~dist_sparse.following`.
-        optimizer: what steps tables without a fused optimizer, one or a sequence.
+        optimizer: one or several optimizers that step tables without a fused optimizer.
         every: steps between updates.
         admit_after: lookups that an id needs before it gets a slot; with ``decay``, in today's
             weight.
-        decay: what a lookup is worth after each update, in [0.01, 1].
+        decay: factor on the weight of earlier lookups at each update, in [0.01, 1].
         protect_ids: by table, ids that hold a slot from the first update on, whatever is looked up.
-        candidates: of a table with more than 2,147,483,645 ids, how many have a count for each
-            slot; 12 bytes each, over all ranks.
+        candidates: ids with a count per slot, for tables with more than 2,147,483,645 ids; 12 bytes
+            each, over all ranks.
         seed: of initial weights.
 
     Attributes:
@@ -234,19 +239,23 @@ class FollowingTables:
             checks.integer("candidates", candidates, least=1)
             self._weight = Weight(decay)
             self._steppers = Steppers(optimizer)
+            check_module(model)
             modules = model.modules()
             collections = [each for each in modules if isinstance(each, FollowingCollection)]
-            self._tables = _tables_of(collections, protect_ids or {}, candidates, self._group)
-            # Refuses what an update could not write.
-            for table in self._tables.values():
+            protect_ids = {} if protect_ids is None else protect_ids
+            if not isinstance(protect_ids, Mapping):
+                raise ValueError(f"Invalid {protect_ids=}: must be ids by table, {{'item': [0]}}.")
+            self._tables = _find_tables(collections, protect_ids, candidates, self._group)
+            # Raises now for tables that write() could not initialize later.
+            for table in self._tables:
                 table.stored(self._steppers)
             facts.update(
-                every=every, admit_after=admit_after, decay=decay, seed=seed, **self._described()
+                every=every, admit_after=admit_after, decay=decay, seed=seed, **self._sizes()
             )
         self.steps = 0
-        self.moved = dict.fromkeys(self._tables, 0)
+        self.moved = {table.name: 0 for table in self._tables}
         self.updates: list[SlotUpdate] | None = None
-        # The step after which reserved slots are held; -1 where none is reserved.
+        # The step that admits the reserved ids; -1 if no slot is reserved.
         self._admits_at = -1
 
     def step(self) -> None:
@@ -266,7 +275,7 @@ class FollowingTables:
     def _update(self) -> None:
         """Give the slots to the hottest ids. Collective."""
         started = time.perf_counter()
-        ahead = max([each.ids.ahead for each in self._tables.values()], default=0)
+        ahead = max(table.ids.ahead for table in self._tables)
         with self._group.agreeing("step()") as facts:
             facts["steps"] = self.steps
             if self._admits_at >= 0:
@@ -275,15 +284,16 @@ class FollowingTables:
                     f" every={self.every} must be larger than the {ahead} batches that the pipeline"
                     " is ahead."
                 )
+        # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
         ahead = int(self._group.all_gather(torch.tensor([ahead])).max())
-        self._count()
-        self._forget()
+        self._exchange_lookups()
+        self._drop_cold_candidates()
         changes = self._select()
         divisor = self._weight.next()
-        for table, (leaving, coming) in zip(self._tables.values(), changes, strict=True):
+        for table, (leaving, coming) in zip(self._tables, changes, strict=True):
             device = table.index.id_of_slot.device
             table.index.hand_over(leaving.to(device), coming.to(device))
-            table.counts.seen_all()
+            table.counts.begin_interval()
             self.moved[table.name] += len(coming)
             if divisor is not None:
                 table.counts.divide(divisor)
@@ -293,11 +303,11 @@ class FollowingTables:
         self._record(changes, started)
 
     def _record(self, changes: Sequence[tuple[Tensor, Tensor]], started: float) -> None:
-        """Sum up the lookups since the update before over all ranks. Collective."""
-        tables, found = list(self._tables.values()), []
-        sums = self._group.all_reduce(torch.stack([table.fates for table in tables]))
-        for table, row, (leaving, coming) in zip(tables, sums, changes, strict=True):
-            table.forget_fates()
+        """Sum the lookups since the previous update over all ranks. Collective."""
+        found = []
+        sums = self._group.all_reduce(torch.stack([table.fates for table in self._tables]))
+        for table, row, (leaving, coming) in zip(self._tables, sums, changes, strict=True):
+            table.reset_fates()
             table.totals.add_(row)
             lookups, missed, unseen, out_of_range = row.tolist()
             found.append(
@@ -315,80 +325,86 @@ class FollowingTables:
             seconds = time.perf_counter() - started
             self.updates.append(SlotUpdate(seconds=seconds, tables=tuple(found)))
 
-    def _count(self) -> None:
-        """Bring the noted lookups to the ranks that own the ids. Collective."""
-        tables = list(self._tables.values())
+    def _exchange_lookups(self) -> None:
+        """Send the recorded lookups to the ranks that own the ids. Collective."""
+        # For each owner: ids and times of the first table, of the second, and so on.
         outgoing: list[list[Tensor]] = [[] for _ in range(self._group.size)]
-        for table in tables:
-            ids, times = table.ids.take_noted(table.name)
-            # Ids ascend: those of a rank's range are together.
+        for table in self._tables:
+            ids, times = table.ids.take_counts(table.name)
+            # Ids ascend, so the ids of one owner are one slice.
             cuts = torch.searchsorted(ids, torch.tensor(table.starts[1:-1], dtype=ids.dtype))
             parts = zip(ids.long().tensor_split(cuts), times.tensor_split(cuts), strict=True)
-            for of_owner, both in zip(outgoing, parts, strict=True):
-                of_owner += both
-        arrived = exchanged(outgoing, self._group)
-        for number, table in enumerate(tables):
-            pairs = [(each[2 * number], each[2 * number + 1]) for each in arrived]
-            table.count(pairs, self._weight.now)
+            for to_owner, ids_and_times in zip(outgoing, parts, strict=True):
+                to_owner += ids_and_times
+        arrived = exchange(outgoing, self._group)
+        for number, table in enumerate(self._tables):
+            pairs = [(parts[2 * number], parts[2 * number + 1]) for parts in arrived]
+            table.add_lookups(pairs, self._weight.now)
 
-    def _forget(self) -> None:
-        """Keep the counts of the hottest ids, of tables with too many to count each. Collective."""
-        bounded = [table for table in self._tables.values() if table.index.hashed]
-        if not bounded:
+    def _drop_cold_candidates(self) -> None:
+        """Keep the counts of the hottest ids, in tables with too many ids to count each.
+        Collective."""
+        hashed = [table for table in self._tables if table.index.hashed]
+        if not hashed:
             return
-        keys = [table.counts.counts.long() for table in bounded]
-        flags = winners([table.candidates for table in bounded], keys, self._group)
-        for table, kept in zip(bounded, flags, strict=True):
+        keys = [table.counts.counts.long() for table in hashed]
+        flags = select_winners([table.candidates for table in hashed], keys, self._group)
+        for table, wins in zip(hashed, flags, strict=True):
             counts = cast(CandidateCounts, table.counts)
-            # Decay has brought some down to 0, which is that of any other id.
-            counts.keep(kept & (counts.counts > 0))
+            # Decay has rounded some counts to 0, the count of any id that is not listed.
+            counts.keep(wins & (counts.counts > 0))
 
     def _select(self) -> list[tuple[Tensor, Tensor]]:
-        """Return for each table the ids that lose their slots, and those that win one, over all
+        """Return for each table the ids that lose their slots, and the ids that win one, over all
         ranks: ascending, int64. Collective."""
-        tables, group = list(self._tables.values()), self._group
-        slots, held, keys = [], [], []
-        for table in tables:
+        slots, holders, keys = [], [], []
+        for table in self._tables:
+            ids = table.owned_holders()
             slots.append(table.index.stored)
-            held.append(table.held_here())
-            keys.append(table.keys(held[-1], True))
-        least, contests = self.admit_after * self._weight.now, []
-        for table, ids, bar in zip(tables, held, bars(slots, keys, group), strict=True):
-            both, order = torch.cat([ids, table.newcomers(max(least, bar))]).sort()
+            holders.append(ids)
+            keys.append(table.ranking_keys(ids, True))
+        # Without this bound, every id that was looked up would take part in the selection.
+        bounds = least_winning_counts(slots, keys, self._group)
+        admitted = self.admit_after * self._weight.now
+        contests = []
+        for table, ids, bound in zip(self._tables, holders, bounds, strict=True):
+            # select_winners() needs ascending ids; holders come first before the sort.
+            both, order = torch.cat([ids, table.newcomers(max(admitted, bound))]).sort()
             holds = order < len(ids)
-            contests.append((both, holds, table.keys(both, holds)))
-        won = winners(slots, [keys for *_, keys in contests], group)
+            contests.append((both, holds, table.ranking_keys(both, holds)))
+        won = select_winners(slots, [keys for *_, keys in contests], self._group)
         changes = []
         for (ids, holds, _), wins in zip(contests, won, strict=True):
             changes += [ids[holds & ~wins], ids[wins & ~holds]]
-        all_changes = gathered(changes, group)
+        all_changes = gather_parts(changes, self._group)
         return list(zip(all_changes[::2], all_changes[1::2], strict=True))
 
     def _admit(self) -> None:
         """Write the reserved rows, and let their ids be found. Local."""
         self._admits_at = -1
-        for table in self._tables.values():
-            # Lookups so far found no row.
-            table.ids.sort_out()
+        for table in self._tables:
+            # Lookups before now found no slot: their fates must not be those of the new index.
+            table.ids.count_batches()
             ids, slots = table.index.admit()
             table.write(ids.cpu(), slots.cpu(), self._steppers, self.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads
-        them on any number of ranks. Who holds the slots is in the model's state. Collective."""
-        self._count()
-        # A state has room for so many: the run that saves goes on as the one that resumes.
-        self._forget()
+        them on any number of ranks. The model's state has the ids that hold slots. Collective."""
+        self._exchange_lookups()
+        # A state has a fixed number of candidates. Dropping the others here too makes this run
+        # continue exactly as a run that resumes from the state.
+        self._drop_cold_candidates()
         return {
             "step": self.steps,
             "admits_at": self._admits_at,
             "decay": self._weight.decay,
             "age": self._weight.age,
             "seed": self.seed,
-            "tables": self._described(),
+            "tables": self._sizes(),
             "counts": {
-                name: table.counts.saved(table.candidates, self._group)
-                for name, table in self._tables.items()
+                table.name: table.counts.saved(table.candidates, self._group)
+                for table in self._tables
             },
         }
 
@@ -401,67 +417,68 @@ class FollowingTables:
                 not loaded by torch.distributed.checkpoint. On every rank, and nothing has changed.
         """
         with self._group.agreeing("load_state_dict()") as facts:
-            mine = {
-                "decay": self._weight.decay,
-                "seed": self.seed,
-                "tables": self._described(),
-            }
-            for key, value in mine.items():
-                if (saved := state_dict.get(key)) != value:
-                    raise ValueError(f"The state has {key}={saved}, and here it is {value}.")
+            expected = {"decay": self._weight.decay, "seed": self.seed, "tables": self._sizes()}
+            rules = {}
+            for key, value in expected.items():
+                saved = state_dict.get(key)
+                rules[f"The state has {key}={saved}, and here it is {value}."] = saved != value
+            checks.refuse(rules)
             steps = {key: int(state_dict[key]) for key in ("step", "admits_at", "age")}
-            counts = {
-                name: table.counts.part(name, state_dict["counts"][name])
-                for name, table in self._tables.items()
-            }
+            counts = [
+                table.counts.part(table.name, state_dict["counts"][table.name])
+                for table in self._tables
+            ]
             facts.update(steps)
-        self.steps, self._admits_at = steps["step"], steps["admits_at"]
+        self.steps = steps["step"]
+        self._admits_at = steps["admits_at"]
         self._weight = Weight(self._weight.decay, steps["age"])
-        for name, table in self._tables.items():
-            table.ids.take_noted(name)
-            table.forget_fates()
-            table.counts.load(*counts[name])
+        for table, loaded in zip(self._tables, counts, strict=True):
+            # Lookups that were recorded before belong to the state that is replaced.
+            table.ids.take_counts(table.name)
+            table.reset_fates()
+            table.counts.load(*loaded)
 
     def summary(self) -> str:
-        """Return a text table of the slots, of the ids that hold none, and of what became of the
-        lookups of training batches on all ranks. Collective."""
-        self._count()
-        tables = list(self._tables.values())
-        here = [torch.cat([torch.tensor(table.seen()), table.fates]) for table in tables]
-        both = self._group.all_reduce(torch.stack(here))
-        # Narrow heads and short numbers: a table is one line in 80 columns.
+        """Return a text table of the slots, the ids without one, and the fates of the training
+        lookups on all ranks. Collective."""
+        self._exchange_lookups()
+        here = [
+            torch.cat([torch.tensor(table.without_slot()), table.fates]) for table in self._tables
+        ]
+        sums = self._group.all_reduce(torch.stack(here))
+        # Narrow heads and short numbers: a table is one line of 80 columns.
         head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "moved"]
         head += ["lookups", "missed", "of new ids", "out of range"]
         lines = []
-        for table, row in zip(tables, both, strict=True):
+        for table, row in zip(self._tables, sums, strict=True):
             index = table.index
             waiting, never = row[:2].tolist()
             lookups, missed, unseen, out = (row[2:] + table.totals).tolist()
             cells = [index.rows, index.stored, index.num_kept, waiting, never]
             cells += [self.moved[table.name], lookups]
             shares = [percent(part / max(lookups, 1)) for part in (missed - unseen, unseen)]
-            lines.append((table.name, *map(_short, cells), *shares, _short(out)))
+            lines.append((table.name, *map(_short_number, cells), *shares, _short_number(out)))
         return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 11)))])
 
     def __repr__(self) -> str:
-        names = ", ".join(self._tables)
+        names = ", ".join(self.moved)
         return f"{type(self).__name__}(step {self.steps}, every {self.every}: {names})"
 
-    def _described(self) -> dict[str, list[int]]:
-        """Return the ids and the slots of each table, and how many ids have a count."""
+    def _sizes(self) -> dict[str, list[int]]:
+        """Return the number of ids, of slots and of ids with a count, by table."""
         return {
-            name: [table.index.rows, table.index.stored, table.candidates]
-            for name, table in self._tables.items()
+            table.name: [table.index.rows, table.index.stored, table.candidates]
+            for table in self._tables
         }
 
 
-def _tables_of(
+def _find_tables(
     collections: Sequence[FollowingCollection],
     protect_ids: Mapping[str, Sequence[int] | Tensor],
     candidates: int,
     group: Group,
-) -> dict[str, _Table]:
-    """Return the following tables of collections, by name."""
+) -> list[_Table]:
+    """Return the following tables of collections."""
     found: dict[str, _Table] = {}
     for collection in collections:
         if not collection_of(collection.inner).is_sharded:
@@ -477,15 +494,15 @@ def _tables_of(
             counts: type[CandidateCounts | LookupCounts] = LookupCounts
             most = index.rows
             if index.hashed:
-                # Too many ids to count each.
-                counts, most = CandidateCounts, candidates * index.stored
+                counts = CandidateCounts
+                most = candidates * index.stored
             found[name] = _Table(
                 name=name,
                 collection=collection,
                 bounds=initial_bounds(collection, name),
                 starts=starts,
                 counts=counts(starts[group.rank], starts[group.rank + 1]),
-                protected=_protected(name, index, protect_ids.get(name, ())),
+                protected=_distinct_protected(name, index, protect_ids.get(name, ())),
                 candidates=most,
                 totals=torch.zeros(4, dtype=torch.int64),
             )
@@ -495,11 +512,15 @@ def _tables_of(
         f"Invalid protect_ids: {unknown} are none of the tables {sorted(found)}.": unknown,
     }
     checks.refuse(rules)
-    return found
+    return list(found.values())
 
 
-def _protected(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
-    """Return protected ids: distinct, ascending, int64."""
+def _distinct_protected(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
+    """Return protected ids: distinct, ascending, int64.
+
+    Raises:
+        ValueError: they are no ids of the table, or more than it has slots.
+    """
     given = torch.as_tensor(ids)
     found: Tensor = torch.unique(given.long())
     fits = (given == given.long()).all() & (found >= 0).all() & (found < index.rows).all()
@@ -511,7 +532,7 @@ def _protected(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Ten
     return found
 
 
-def _short(value: int) -> str:
+def _short_number(value: int) -> str:
     """Return a number in at most six characters: ``99,999``, ``1.1T``."""
     if value < 100_000:
         return count(value)

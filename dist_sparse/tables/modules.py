@@ -85,6 +85,18 @@ def _collection(module: nn.Module) -> TableCollection | None:
     return port.collection(module) if port else None
 
 
+def check_module(model: object) -> None:
+    """Refuse a model that is no module.
+
+    Raises:
+        ValueError: it is none; names its type.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module."
+        )
+
+
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     """Return all modules of ``model`` by their path from the user's own module, which is ``""``.
 
@@ -117,10 +129,7 @@ class ModelTables:
         dense: bool | Patterns = None,
         slots: bool = False,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ValueError(
-                f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module."
-            )
+        check_module(model)
         self.model = model
         # None selects all.
         self._include = None if include is None else name_list("include", include)

@@ -84,9 +84,9 @@ PLACES = {
     "dense layers": (DistributedModelParallel, "init_data_parallel", 1),
     "moving": (replacing, "move_tables", 1),
     "what a table holds": (moving, "StoredTables", 1),
-    "packing the first chunk": (moving, "_send", 1),
-    "packing a later chunk": (moving, "_send", 3),
-    "a chunk has arrived": (moving, "_put_together", 2),
+    "packing the first chunk": (moving, "_pack_wanted", 1),
+    "packing a later chunk": (moving, "_pack_wanted", 3),
+    "a chunk has arrived": (moving, "_join_pieces", 2),
     "optimizer state": (moving, "_by_shard", 1),
 }
 

@@ -10,7 +10,7 @@ import torch
 
 from dist_sparse.groups import group_over
 from dist_sparse.slots.collections import SlotIndex
-from dist_sparse.slots.selection import MOST, LookupCounts, Weight, winners
+from dist_sparse.slots.selection import MOST, LookupCounts, Weight, select_winners
 
 
 def test_index_follows_its_state() -> None:
@@ -69,6 +69,22 @@ def test_index_of_hashed_ids() -> None:
         SlotIndex(2**63, 6)
 
 
+def test_bytes_an_id() -> None:
+    """4 for the count, which one rank has, and the index, which every rank has: below 4.5 on four
+    ranks where the table stores a hundredth of its rows."""
+    rows, slots = 100_000_000, 1_000_000
+    holders = torch.arange(slots) * (rows // slots)
+    index = SlotIndex(rows, slots, holders)
+    assert 4 + 4 * index.nbytes / rows < 4.5
+    index.hand_over(holders[::2], holders[::2] + 1)
+    index.admit()
+    assert 4 + 4 * index.nbytes / rows < 4.5
+    assert LookupCounts(0, 100).counts.nbytes == 4 * 100
+    # The worst number of slots for the hash table: one more than a power of two.
+    most = SlotIndex(rows, 2**16 + 1, torch.arange(2**16 + 1)).nbytes
+    assert most <= 16 * (2**16 + 1) + 1000
+
+
 def test_selection_is_a_sort() -> None:
     choose = random.Random(0)
     for _ in range(200):
@@ -81,7 +97,7 @@ def test_selection_is_a_sort() -> None:
             contests.append((slots, torch.tensor(keys, dtype=torch.int64)))
             expected.append([at in order for at in range(size)])
         assert [
-            each.tolist() for each in winners(*zip(*contests, strict=True), group_over(None))
+            each.tolist() for each in select_winners(*zip(*contests, strict=True), group_over(None))
         ] == expected
 
 
@@ -90,7 +106,7 @@ def test_counts_stop_and_divide() -> None:
     owned.add(torch.tensor([5, 8]), torch.tensor([2**40, 3]), weight=256)
     assert owned.counts.tolist() == [MOST, 0, 0, 768]
     assert owned.looked_up(1).tolist() == [5, 8]
-    owned.seen_all()
+    owned.begin_interval()
     assert owned.looked_up(0).tolist() == []
     owned.divide(256)
     assert owned.of(torch.tensor([5, 8])).tolist() == [MOST // 16, 48]
