@@ -112,9 +112,9 @@ MUTATIONS = [
     M("optim/gradients.py", "    finally:\n        optimizer.zero_grad()\n", "", "tests/optim tests/dist/test_optim_scheduler.py"),
     # -- training
     # --------------------------------------------------------------------------------------------------------
-    M("training/guard.py", "                _check_steps(levels, configs, schedule[\"last_epoch\"])\n", "                pass\n", "tests/training"),
+    M("training/guard.py", "                _refuse_other_steps(levels, configs, schedule[\"last_epoch\"])\n", "                pass\n", "tests/training"),
     M("training/guard.py", "            _check_next_updates(sparsifier, levels, schedule.get(\"final\", {}))\n", "", "tests/training"),
-    M("training/guard.py", "        _put(sparsifier, made_with)\n", "        pass\n", "tests/training"),
+    M("training/guard.py", "        _set_attributes(sparsifier, made_with)\n", "        pass\n", "tests/training"),
     M("training/replicas.py", "        replicas = []\n", "", "tests/dist/test_unwrapped.py"),
     M("training/sparsify.py", "if self._warns and not self.finished and self", "if self._warns and self", "tests/training"),
     # -- report

@@ -96,12 +96,12 @@ class SparseTraining:
         scheduler: ReadyDataScheduler,
         enforcer: MaskEnforcer,
         left_dense: Mapping[str, str],
-        asks_first: bool,
+        guarded_from_start: bool,
     ) -> None:
         self.sparsifier, self.scheduler, self.enforcer = sparsifier, scheduler, enforcer
         self.left_dense = dict(left_dense)
         self.validations: list[GuardCheck] = []
-        self._guard = Guard(sparsifier, scheduler, asks_first)
+        self._guard = Guard(sparsifier, scheduler, guarded_from_start)
         # Set by sparsify() and _attach(), once the ranks have agreed.
         self._auto_step = False
         self._handles: list[RemovableHandle] = []
@@ -543,7 +543,9 @@ def sparsify(
     # Nothing moves tables before this call returns: what was located is not looked up again.
     walked = Walked(pruned, {model: modules})
     scheduler = _scheduler(args, sparsifier, finals)
-    training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, asks_first=args.auto)
+    training = SparseTraining(
+        sparsifier, scheduler, enforcer, unpruned, guarded_from_start=args.auto
+    )
     # From here on hooks are attached, which an error on any rank must remove on all.
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     try:
