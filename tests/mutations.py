@@ -73,11 +73,11 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------------------------
     M("schedulers/curves.py", "% self.every == 0 or step == self.end", "% self.every == 0", "tests/schedulers"),
     M("schedulers/curves.py", "begin, end)) ** 3)", "begin, end)) ** 2)", "tests/schedulers/test_curves.py"),
-    M("schedulers/curves.py", "ends.get(share, min(max(value, min(initial, final)), max(initial, final)))", "min(max(value, min(initial, final)), max(initial, final))", "tests/schedulers/test_curves.py"),
+    M("schedulers/curves.py", "if fraction in (0.0, 1.0):", "if False:", "tests/schedulers/test_curves.py"),
     M("schedulers/curves.py", "return step - (step - self.begin) % self.every", "return step", "tests/schedulers"),
-    M("schedulers/base.py", "if repr(value) != repr(theirs[name])]", "if value != theirs[name]]", "tests/dist/test_schedulers.py -k types"),
-    M("schedulers/base.py", "if notes.stepped == sparsifier.step_count", "if scheduler is self", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
-    M("schedulers/base.py", "            if notes.stepped == sparsifier.step_count\n", "", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
+    M("schedulers/base.py", "if repr(value) != repr(other[name])]", "if value != other[name]]", "tests/dist/test_schedulers.py -k types"),
+    M("schedulers/base.py", "if record.stepped == sparsifier.step_count", "if scheduler is self", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
+    M("schedulers/base.py", "            if record.stepped == sparsifier.step_count\n", "", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
     # -- enforcer
     # --------------------------------------------------------------------------------------------------------
     M("enforcer/fused.py", "            if self._rows.any_dirty:", "            if False:", "tests/dist/test_enforce.py -k batches"),
