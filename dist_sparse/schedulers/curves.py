@@ -121,7 +121,7 @@ def _mix(initial: float, final: float, fraction: float) -> float:
 
 def _clip(value: float, initial: float, final: float, fraction: float) -> float:
     """Undo the rounding of a curve's value at a fraction of its way."""
-    # Levels are compared for equality at both ends: the value must be exact there.
+    # Exactly the ends, as the module promises.
     if fraction in (0.0, 1.0):
         return final if fraction else initial
     # A curve may descend: `final` may be the lower end of the interval.
