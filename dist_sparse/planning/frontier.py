@@ -80,6 +80,8 @@ _NOTES = {
 _ALL = "everything"
 _ALL_NOTE = "No rows or columns were removed: all that is listed stores every weight in fewer bits."
 
+_FOUR_DIGITS = "{:.4f}".format
+
 # Returns the metrics of a model by name, the same on all ranks, and does not change the model.
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
@@ -124,10 +126,6 @@ class Trial:
         elif self.candidate.levels:
             parts.append(f"{percent(1 - max(self.candidate.levels.values()))} of rows")
         return ", ".join(parts) or _ALL
-
-
-def _metric_texts(metrics: Mapping[str, float]) -> Iterable[str]:
-    return map("{:.4f}".format, metrics.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,11 +209,11 @@ class Frontier:
 
     def __repr__(self) -> str:
         head = ("at", "method", "kept", "as", "bytes", *self.full)
-        rows = [("", "the whole model", _ALL, "", "100.0%", *_metric_texts(self.full))]
+        rows = [("", "the whole model", _ALL, "", "100.0%", *map(_FOUR_DIGITS, self.full.values()))]
         for point in self.points:
             names = percent(point.budget), METHODS[point.method], point.left, point.candidate.dtype
             share = percent(point.bytes / self.table_bytes)
-            rows.append((*names, share, *_metric_texts(point.metrics)))
+            rows.append((*names, share, *map(_FOUR_DIGITS, point.metrics.values())))
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         better = "less" if self.metric in self.lower_is_better else "more"
         shown = {point.method for point in self.points}

@@ -140,9 +140,8 @@ class Plan:
             # Its code is printed below the table under this number.
             use = f"use {self.recommended.index(choice) + 1}"
         rows, widths = zip(*map(choice.candidate.shape, self.tables), strict=True)
-        columns = str(max(widths))
-        if len(set(widths)) > 1:
-            columns = f"{min(widths)}-{columns}"
+        # The narrowest and the widest; a set, because often they are equal.
+        columns = "-".join(map(str, sorted({min(widths), max(widths)})))
         return [
             use,
             self._label(choice),
@@ -562,9 +561,11 @@ def untouched_rows(
 def _optimizer_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
     """Return the sums that the given optimizers have for this rank's shards."""
     sums: Sums = {}
+    if optimizer is None:
+        return sums
     weights = [shard.tensor for data in located for shard in data.shards]
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for leaf in chain.from_iterable(leaves(each) for each in optimizers if each):
+    for leaf in chain.from_iterable(map(leaves, optimizers)):
         parameters = list(chain.from_iterable(group["params"] for group in leaf.param_groups))
         indices_of = same_storage(parameters)
         for weight in weights:

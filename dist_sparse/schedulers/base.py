@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from dist_sparse.checks import from_json, integer, plain, to_json
-from dist_sparse.groups import Facts, Group, ranks_text, world_group
+from dist_sparse.groups import Facts, Group, ranks_text, warn_on_first_rank, world_group
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 
@@ -190,9 +190,7 @@ class BaseDataScheduler:
             return values
         texts = group.all_gather_json(to_json(_VALUES, values))
         by_rank = [from_json(_VALUES, text) for text in texts]
-        if group.rank == 0:
-            # On rank 0 alone: every rank would print the same.
-            self._warn_of_overruled(dict(zip(group.ranks, by_rank, strict=True)))
+        self._warn_of_overruled(dict(zip(group.ranks, by_rank, strict=True)))
         # Only overruled values are replaced: the others stay this rank's own objects, since JSON
         # turns a list into a tuple.
         overruled = _differing(by_rank[0], by_rank[group.rank])
@@ -250,12 +248,11 @@ class BaseDataScheduler:
         # One value as an example.
         rank = overruled[0]
         name = _differing(used, by_rank[rank])[0]
-        warnings.warn(
+        warn_on_first_rank(
             f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is"
             f" {by_rank[rank][name]!r} on rank {rank} and {used[name]!r} on rank {first}, whose"
             " values are used on all ranks. Overruled, from now on without a warning:"
             f" {ranks_text(overruled)}.",
-            UserWarning,
             stacklevel=5,
         )
 

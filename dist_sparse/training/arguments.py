@@ -135,8 +135,9 @@ class SparsifyArgs:
         # would ignore a norm.
         if self.score is None and (self.norm is not None or self.block != (1, ROW)):
             self.score = "norm"
-        self.norm, self.rotate = self.norm or "L2", self.rotate or []
-        self.decay = 1.0 if self.decay is None else self.decay
+        for argument, default in {"norm": "L2", "rotate": [], "decay": 1.0}.items():
+            if getattr(self, argument) is None:
+                setattr(self, argument, default)
 
     def _refuse_conflicts(self) -> None:
         one = f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."

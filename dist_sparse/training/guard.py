@@ -103,19 +103,19 @@ class Guard:
 
     Args:
         sparsifier, scheduler: of the training.
-        guarded_from_start: also delay the first update, until the first validation.
+        guarded: delay the first update too, until the first validation.
     """
 
     def __init__(
         self,
         sparsifier: ImportanceSparsifier,
         scheduler: ReadyDataScheduler,
-        guarded_from_start: bool,
+        guarded: bool,
     ) -> None:
         self._sparsifier = sparsifier
         self._scheduler = scheduler
-        self._warns = guarded_from_start
-        self.put(GuardState(active=guarded_from_start, waiting=guarded_from_start))
+        self._warns = guarded
+        self.put(GuardState(active=guarded, waiting=guarded))
 
     def put(self, state: GuardState) -> None:
         """Replace the state. The weights that the last update removed are released."""
@@ -138,8 +138,9 @@ class Guard:
                 " validation. Call guard(metric) with the metric of each.",
                 stacklevel=4,
             )
-        sparsifier.enable_mask_update = state.owed and not state.waiting
+        sparsifier.enable_mask_update = False
         if not state.waiting:
+            sparsifier.enable_mask_update = state.owed
             state.owed = False
 
     def after_step(self) -> None:

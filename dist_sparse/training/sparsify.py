@@ -100,14 +100,14 @@ class SparseTraining:
         scheduler: ReadyDataScheduler,
         enforcer: MaskEnforcer,
         left_dense: Mapping[str, str],
-        guarded_from_start: bool,
+        guarded: bool,
     ) -> None:
         self.sparsifier = sparsifier
         self.scheduler = scheduler
         self.enforcer = enforcer
         self.left_dense = dict(left_dense)
         self.validations: list[GuardCheck] = []
-        self._guard = Guard(sparsifier, scheduler, guarded_from_start)
+        self._guard = Guard(sparsifier, scheduler, guarded)
         # Set by sparsify() and _attach(), once the ranks have agreed.
         self._auto_step = False
         self._handles: list[RemovableHandle] = []
@@ -556,9 +556,7 @@ def sparsify(
     # Tables and modules as found above: nothing moves them before this call returns.
     walked = Walked(pruned, {model: modules})
     scheduler = _scheduler(args, sparsifier, finals)
-    training = SparseTraining(
-        sparsifier, scheduler, enforcer, unpruned, guarded_from_start=args.auto
-    )
+    training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, guarded=args.auto)
     # 3. Attach hooks. From here on an error on any rank must remove them on all.
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     try:
