@@ -86,7 +86,7 @@ __all__ = sorted(_MODULE_OF)
 def __getattr__(name: str) -> object:
     if name == "__version__":
         found: object = import_module("importlib.metadata").version("dist_sparse")
-    elif module := _MODULE_OF.get(name) or _MOVED.get(name):
+    elif module := (_MODULE_OF | _MOVED).get(name):
         found = getattr(import_module(f"{__name__}.{module}"), name)
     elif name in _SUBMODULES:
         found = import_module(f"{__name__}.{name}")

@@ -1,11 +1,13 @@
-"""From the losses of one forward to the updates of several optimizers.
+"""Gradients and updates of several optimizers that share a forward.
 
-Optimizers that share a forward can't alternate backward and step: the first step would overwrite
-weights that the second backward still needs. So the gradients of all of them are taken at once. A
-loss leaves no gradients on parameters of the model that its optimizer does not own.
+They can't alternate backward and step: the first step would overwrite weights that the second
+backward still needs. So the gradients of all of them are computed before any of them steps. A loss
+leaves no gradients on parameters of the model that its optimizer does not own.
 
 Optimizers of one loss share one backward. Several losses need one backward each, which DDP and
 TorchRec don't support. Gradients are equal on all ranks, and so are their norms.
+
+Below: the parameters that an OptimScheduler updates, and the class of its optimizer.
 """
 
 from __future__ import annotations
@@ -30,12 +32,17 @@ Gradients = dict[nn.Parameter, Tensor | None]
 
 
 class Claim(NamedTuple):
-    """The gradients that one optimizer wants from a forward."""
+    """What one optimizer needs from a forward: the gradients of a loss for its parameters.
+
+    Args:
+        parameters: those that the optimizer owns.
+        loss: a scalar; it is not changed.
+        parts: number of micro-steps over which the loss is averaged.
+        scaler: scales the loss; may be disabled.
+    """
 
     parameters: Sequence[nn.Parameter]
-    # A scalar; it is not changed.
     loss: Tensor
-    # The micro-steps over which it is averaged.
     parts: int
     scaler: torch.amp.GradScaler
 
@@ -55,60 +62,64 @@ def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
     """Compute the gradients for claims that have no parameter in common. Collective under DDP.
 
     Returns:
-        For each claim the gradients of its parameters, added to those that they have in ``.grad``.
-        Outside of the first claim, whose ``.grad`` is the caller's to set, these do not change.
+        For each claim the gradients of its parameters, added to the present ``.grad``. The
+        ``.grad`` of all other parameters than the first claim's stays as it is; the caller sets
+        that of the first.
     """
-    # Each group needs one backward.
+    # One backward for each group.
     groups = [claims] if _of_one_loss(claims) else [[claim] for claim in claims]
-    inner = set(wiring.modules[""].parameters())
-    # With find_unused_parameters, DDP wants a gradient wherever a micro-step used the parameter.
-    unused = any(getattr(ddp, "find_unused_parameters", False) for ddp in wiring.replicating)
-    unchanged = inner.difference(claims[0].parameters)
-    taken: list[Gradients] = []
+    model_parameters = set(wiring.modules[""].parameters())
+    # With find_unused_parameters, DDP expects a .grad wherever a micro-step has used the parameter.
+    needs_grad = any(getattr(ddp, "find_unused_parameters", False) for ddp in wiring.replicating)
+    unchanged = model_parameters.difference(claims[0].parameters)
+    gradients: list[Gradients] = []
     for group in groups:
-        foreign = inner.difference(*(claim.parameters for claim in group))
-        with _restored(unchanged):
+        foreign = model_parameters.difference(*(claim.parameters for claim in group))
+        with _restored_gradients(unchanged):
             for parameter in foreign:
-                parameter.grad = torch.zeros_like(parameter) if unused else None
-            taken += _by_one_backward(group, keep_graph=group is not groups[-1])
-        # Now the first claim's gradients are taken, too.
-        unchanged = inner
-    return taken
+                parameter.grad = torch.zeros_like(parameter) if needs_grad else None
+            gradients += _run_backward(group, keep_graph=group is not groups[-1])
+        # The first claim's .grad must survive the backwards of the other groups too.
+        unchanged = model_parameters
+    return gradients
 
 
 def _of_one_loss(claims: Sequence[Claim]) -> bool:
-    # Unscaled and scaled gradients are apart: at a scale of 1, those of float16 would underflow.
+    # A scaled and an unscaled claim need a backward each: at the smaller scale of the two, 1, the
+    # gradients of float16 would underflow.
     return len({(claim.loss, claim.parts, claim.scaler.is_enabled()) for claim in claims}) == 1
 
 
 @contextmanager
-def _restored(parameters: set[nn.Parameter]) -> Iterator[None]:
-    """Restore gradients. A backward adds to them in place, and DDP may write into them: copies."""
-    # None stays None: an optimizer skips parameters without a gradient.
-    kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
+def _restored_gradients(parameters: set[nn.Parameter]) -> Iterator[None]:
+    """Restore ``.grad`` on leaving."""
+    # Copies: a backward adds in place, and DDP may write into them. None stays None: an optimizer
+    # skips parameters without a gradient.
+    saved = {p: None if p.grad is None else p.grad.clone() for p in parameters}
     try:
         yield
     finally:
-        for parameter, grad in kept.items():
+        for parameter, grad in saved.items():
             parameter.grad = grad
 
 
-def _by_one_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradients]:
-    """Add the gradients of one loss to ``.grad``, each at the scale of its own scaler."""
-    roots = {
+def _run_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradients]:
+    """Add the gradients of one loss to ``.grad``, and return them, each claim's at the scale of its
+    own scaler."""
+    scaled_losses = {
         claim.scaler.get_scale(): claim.scaler.scale(claim.loss / claim.parts) for claim in claims
     }
-    # At a larger scale, gradients could overflow whose own scaler has backed off.
-    scale = min(roots)
+    # The smallest scale: at a larger one, gradients could overflow whose own scaler has backed off.
+    scale = min(scaled_losses)
     for claim in claims:
-        # The gradients of earlier micro-steps are at the scale of their own scaler.
+        # Gradients of earlier micro-steps, to which this backward adds, are at their own scale.
         _multiply(claim.parameters, scale / claim.scaler.get_scale())
-    roots[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
-    taken: list[Gradients] = []
+    scaled_losses[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
+    gradients: list[Gradients] = []
     for claim in claims:
         _multiply(claim.parameters, claim.scaler.get_scale() / scale)
-        taken.append({parameter: parameter.grad for parameter in claim.parameters})
-    return taken
+        gradients.append({parameter: parameter.grad for parameter in claim.parameters})
+    return gradients
 
 
 def update_weights(
@@ -119,7 +130,8 @@ def update_weights(
     grad_clip: float,
     norm_type: float,
 ) -> tuple[float, bool]:
-    """Update the weights from their gradients, which are dropped in any case.
+    """Update the weights from their gradients: unscale, clip, step. Gradients are dropped, also
+    after an error.
 
     Returns:
         The norm of the gradients, and whether weights were updated; both the same on all ranks. A
@@ -131,9 +143,9 @@ def update_weights(
         for parameter in parameters:
             grad: Any = parameter.grad
             if getattr(grad, "is_sparse", False):
-                # Unique entries, so that they have a norm.
+                # Entries of one index are summed first: a norm needs each once.
                 parameter.grad = grad.coalesce()
-        # The scale is divided out before the norm, which is compared with grad_clip.
+        # Before the norm: grad_clip is a limit on unscaled gradients.
         scaler.unscale_(optimizer)
         norm = gradient_norm(parameters, norm_type)
         finite = bool(torch.isfinite(norm))
@@ -144,7 +156,7 @@ def update_weights(
         else:
             _back_off(scaler)
     except BaseException:
-        # Otherwise the scaler refuses the next unscale_().
+        # A scaler refuses a second unscale_() until update(), here at the same scale.
         scaler.update(scaler.get_scale())
         raise
     finally:
@@ -156,8 +168,8 @@ def _back_off(scaler: torch.amp.GradScaler) -> None:
     if not scaler.is_enabled():
         return
     scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
-    # GradScaler restarts the count of good steps where it finds the values itself, which it can't
-    # if they overflow only in the norm.
+    # update() with a scale leaves the count of good steps as it is. GradScaler resets it when it
+    # finds an overflow itself, which it does not if only the norm overflows.
     scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 0})
 
 
@@ -165,16 +177,16 @@ def _back_off(scaler: torch.amp.GradScaler) -> None:
 def gradient_norm(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
     """Return the p-norm of all gradients as one vector: a scalar on their device, not finite if a
     gradient is not, or if it overflows."""
-    # Of a sparse gradient, its entries. Empty ones (a batch without ids) have no largest value:
-    # torch refuses them for the norm of inf.
+    # Entries are all of a sparse gradient that is not zero.
     values = [grad.values() if grad.is_sparse else grad for grad in _gradients(parameters)]
+    # Not empty ones, of batches without ids: torch refuses them for the norm of inf.
     return torch.nn.utils.get_total_norm(filter(torch.numel, values), norm_type)
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, longest: float) -> None:
-    """Scale the gradients in place so that their norm, ``norm``, is at most ``longest``. Local."""
-    # As in torch.nn.utils.clip_grad_norm_.
-    _multiply(parameters, float(torch.clamp(longest / (norm + 1e-6), max=1.0)))
+def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, most: float) -> None:
+    """Scale the gradients in place so that their norm, ``norm``, is at most ``most``. Local."""
+    # The same arithmetic as torch.nn.utils.clip_grad_norm_.
+    _multiply(parameters, float(torch.clamp(most / (norm + 1e-6), max=1.0)))
 
 
 def _multiply(parameters: Sequence[nn.Parameter], factor: float) -> None:
@@ -194,15 +206,18 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """How gradients reach the parameters of a model."""
+    """How gradients reach the parameters of a model.
 
-    # By path from the user's own module, which is ""; without wrappers.
+    Args:
+        modules: by path from the user's own module, which is ``""``; without wrappers.
+        hooked: it has sharded collections, whose gradients need a backward through the whole graph.
+        fused: it has tables whose optimizer runs inside the backward.
+        replicating: the modules that average gradients over ranks, each with ``no_sync()``.
+    """
+
     modules: Mapping[str, nn.Module]
-    # Whether it has sharded collections: gradients need a backward through the whole graph.
     hooked: bool
-    # Whether it has tables whose optimizer runs inside the backward.
     fused: bool
-    # The modules that average gradients over ranks, each with no_sync().
     replicating: list[Any]
 
 
@@ -212,18 +227,18 @@ def wiring_of(model: nn.Module) -> Wiring:
     Raises:
         ValueError: it has FSDP modules, DTensors, or sharded tables without a fused optimizer.
     """
-    # Wrappers (DDP, DMP, compile) are no part of paths.
+    # Without DDP, DistributedModelParallel and torch.compile in the paths.
     modules = modules_by_path(model)
-    flat = [hasattr(module, "_fsdp_wrapped_module") for module in model.modules()]
+    fsdp = [hasattr(module, "_fsdp_wrapped_module") for module in model.modules()]
     plans = map(_plan_of, modules.values())
-    tables = [*chain.from_iterable(plan.items() for plan in plans)]
-    # Data-parallel tables have a dense kernel, and are whole on every rank.
-    placed = [(name, table) for name, table in tables if table.sharding_type != "data_parallel"]
-    unfused = [name for name, table in placed if table.compute_kernel == "dense"]
+    tables = list(chain.from_iterable(plan.items() for plan in plans))
+    # Data-parallel tables are whole on every rank: their dense kernel leaves usual gradients.
+    sharded = [(name, table) for name, table in tables if table.sharding_type != "data_parallel"]
+    unfused = [name for name, table in sharded if table.compute_kernel == "dense"]
     rules = {
         "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
         " DistributedDataParallel or DistributedModelParallel.": any(
-            [*flat, *map(is_sharded, model.parameters())]
+            [*fsdp, *map(is_sharded, model.parameters())]
         ),
         f"The tables {unfused} are sharded and have a dense kernel: an OptimScheduler gathers no"
         " gradients of shards. Give them a fused optimizer, or make them data-parallel.": unfused,
@@ -231,9 +246,10 @@ def wiring_of(model: nn.Module) -> Wiring:
     refuse(rules)
     return Wiring(
         modules=modules,
-        # A TorchRec kernel holds several tables in one tensor, which hooks split.
+        # Data-parallel ones too: a TorchRec kernel holds several tables in one tensor, whose
+        # gradient hooks split.
         hooked=bool(tables),
-        fused=bool(placed),
+        fused=bool(sharded),
         replicating=[model] if hasattr(model, "no_sync") else _ddp_modules(model),
     )
 
@@ -247,15 +263,15 @@ def parameters_of(wiring: Wiring, names: Sequence[str] | None) -> list[nn.Parame
             are left.
     """
     root = wiring.modules[""]
-    where = [type(root).__name__]
+    shown = [type(root).__name__]
     if names is not None:
         _refuse_paths(names, wiring.modules)
         root = nn.ModuleList(map(wiring.modules.__getitem__, names))
-        where = [*names]
+        shown = list(names)
     parameters = [p for p in root.parameters() if not steps_in_backward(p)]
     if not parameters:
         raise ValueError(
-            f"The modules {where} have no parameters, or only fused tables, which their own"
+            f"The modules {shown} have no parameters, or only fused tables, which their own"
             " optimizer updates inside the backward."
         )
     return parameters
@@ -270,7 +286,7 @@ def _refuse_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
     for path, module in known.items():
         if not _plan_of(module):
             continue
-        # The model itself may be a collection: everything is inside "", so its prefix is empty.
+        # If the model itself is a collection, its path is "" and all paths are inside: no prefix.
         prefix = f"{path}.".lstrip(".")
         inside = [name for name in names if name.startswith(prefix)]
         if inside:
@@ -285,7 +301,7 @@ def _ddp_modules(model: nn.Module) -> list[Any]:
     if torchrec := torchrec_port():
         # TorchRec keeps the DDP modules of data-parallel tables outside of the module tree.
         parts += chain.from_iterable(map(torchrec.lookups, model.modules()))
-    # Each once.
+    # dict.fromkeys(): each once, in order.
     return [part for part in dict.fromkeys(parts) if isinstance(part, DistributedDataParallel)]
 
 
@@ -304,12 +320,12 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
     Raises:
         ValueError: there is none of that name, or it is LBFGS.
     """
-    found: Any = query
+    named: Any = query
     wrong = f"Invalid optim_type={query!r}:"
     if isinstance(query, str):
         path, _, name = query.rpartition(".")
         try:
-            found = getattr(importlib.import_module(path or "torch.optim"), name, None)
+            named = getattr(importlib.import_module(path or "torch.optim"), name, None)
         except (ImportError, TypeError) as error:
             raise ValueError(f"{wrong} {error}.") from error
     closure = (
@@ -320,8 +336,9 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
         f"{wrong} must be a name in torch.optim (such as SGD, Adagrad or AdamW) or the dotted path"
         " of an optimizer."
     )
-    abstract = torch.optim.Optimizer
-    refuse({closure: found is torch.optim.LBFGS, unknown: found is abstract})
-    if isinstance(found, type) and issubclass(found, abstract):
-        return found
+    # The base class itself is abstract.
+    base = torch.optim.Optimizer
+    refuse({closure: named is torch.optim.LBFGS, unknown: named is base})
+    if isinstance(named, type) and issubclass(named, base):
+        return named
     raise ValueError(unknown)

@@ -4,13 +4,14 @@
 to three phases:
 
 1. Gradients (``_accumulate``). If several OptimSchedulers share a model, the one that is stepped
-   first takes the gradients for all, before any weight changes. The others use these in their own
-   ``step``.
+   first computes the gradients of all, before any weight changes. The others find theirs in
+   ``_pending`` and use them in their own ``step``.
 2. Update (``_update``), at the end of a real step, which is ``accum_grad`` steps: unscale, clip,
    step; or nothing, if the norm is not finite.
 3. Sparsity, after an update: the data sparsifier steps, then its scheduler.
 
-:mod:`dist_sparse.optim.gradients` has the arithmetic of the first two.
+:mod:`dist_sparse.optim.gradients` has the arithmetic of the first two. The OptimSchedulers of one
+model know each other as *peers*.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 # The OptimSchedulers of each model by id, in the order of construction, the same on every rank.
+# Weak: a deleted OptimScheduler takes no part, and neither map keeps a model alive.
 _peers: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, OptimScheduler]] = WeakKeyDictionary()
 
 
 class OptimScheduler(abc.ABC):
-    """Optimizer, gradient accumulation, AMP, clipping and learning rate of a model or its modules.
+    """Train a model, or some of its modules, from losses: backward, gradient accumulation, AMP,
+    clipping, learning rate, optimizer and sparsity.
 
     Subclasses define :meth:`sche_init` and :meth:`update_lr`. Construct it on every rank, in the
     same order.
@@ -128,8 +131,10 @@ class OptimScheduler(abc.ABC):
         self.accum_grad = _interval("accum_grad", accum_grad)
         if not isinstance(optim_loss, str | None):
             raise AssertionError(f"Invalid {optim_loss=}: must be the name of a loss, or None.")
-        self.model, self.distributed = model, distributed
-        self.optim_loss, self.use_amp = optim_loss, use_amp
+        self.model = model
+        self.distributed = distributed
+        self.use_amp = use_amp
+        self.optim_loss = optim_loss
         self._loss_name = optim_loss or "loss"
         self.updated_modules = updated_modules
         if updated_modules is not None:
@@ -137,7 +142,8 @@ class OptimScheduler(abc.ABC):
         self.ft_factor = float(number("ft_factor", ft_factor, least=0))
         self.grad_clip = _positive("grad_clip", math.inf if grad_clip is None else grad_clip)
         self.grad_norm_type = _positive("grad_norm_type", grad_norm_type)
-        self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
+        self.data_sparsifier = data_sparsifier
+        self.data_scheduler = data_scheduler
         # The dtype of the forward under autocast.
         self._autocast = amp_dtype if use_amp else None
         # Read once: the model must not be wrapped or sharded after this.
@@ -152,17 +158,17 @@ class OptimScheduler(abc.ABC):
         self._refuse_unfit(amp_dtype)
         self.optimizer = optimizer_class(optim_type)(self._owned, **dict(optim_conf or {}))
         self.sche_init(**sche_conf)
-        # A loss and its gradients, which step() has yet to use.
-        self._taken: tuple[Tensor | None, Gradients] = None, {}
+        # A loss and its gradients, computed by a peer's step; this one's has yet to use them.
+        self._pending: tuple[Tensor | None, Gradients] = None, {}
         # Whether a backward has run.
         self._has_run = False
         # Number of steps whose gradients are in .grad and wait for the update.
         self._accumulated = 0
-        self._join()
+        self._join_peers()
 
     @abc.abstractmethod
     def sche_init(self, *args: Any, **sche_conf: Any) -> None:
-        """Take the constructor's arguments for the schedule; called at its end."""
+        """Set up the schedule from the constructor's ``sche_conf``; :attr:`optimizer` is there."""
 
     @abc.abstractmethod
     def update_lr(self, real_step: int, epoch_num: int) -> float:
@@ -190,9 +196,8 @@ class OptimScheduler(abc.ABC):
         """
         step_num = integer("step_num", step_num, least=1)
         integer("epoch_num", epoch_num, least=1)
-        sharing = self._sharing()
-        # All with mixed precision have the same dtype. With none, an outer autocast stays on.
-        dtypes = {peer._autocast for peer in sharing} - {None}
+        # At most one: _refuse_beside() has compared them. With none, an outer autocast stays on.
+        dtypes = {peer._autocast for peer in self._sharing()} - {None}
         autocast = torch.autocast(self._device, dtypes.pop()) if dtypes else nullcontext()
         with self._unsynchronized(step_num), autocast:
             yield
@@ -236,7 +241,7 @@ class OptimScheduler(abc.ABC):
         clock = time_func or nullcontext
         # Both clocks run at every step, so that each has an entry.
         with clock(["loss_backward_time", optim_name]):
-            if self._due(step_num):
+            if self._contributes(step_num):
                 # Phase 1.
                 self._accumulate(losses, step_num, epoch_num)
         with clock(["optim_time", optim_name]):
@@ -273,34 +278,35 @@ class OptimScheduler(abc.ABC):
         group = group_over(world_ranks() if self._sparsity else None)
         with group.agreeing("load_state_dict() of an OptimScheduler") as facts:
             try:
-                facts.update(self._checked(state_dict))
+                facts.update(self._check_state(state_dict))
             except ValueError:
                 raise
-            except Exception as fault:
-                # torch has an error for each way in which a state can't fit.
-                text = f"The state does not fit: {type(fault).__name__}: {fault}."
-                raise ValueError(text) from fault
-        # Nothing may change until all parts are checked on all ranks. The sparsifier's load checks
-        # before it changes anything, so the schedule is checked before it and committed after it:
-        # from there on nothing can fail.
-        commit: Callable[[], object] | None = None
+            except Exception as error:
+                # torch raises many kinds of errors for a state that does not fit.
+                text = f"The state does not fit: {type(error).__name__}: {error}."
+                raise ValueError(text) from error
+        # Nothing may change until all parts are checked on all ranks. In this order: check the
+        # schedule; load the sparsifier, which checks before it changes anything; then commit what
+        # can't fail any more.
+        commit_schedule: Callable[[], object] | None = None
         if isinstance(self.data_scheduler, ReadyDataScheduler):
-            _, commit = self.data_scheduler.prepare_load(state_dict["data_scheduler"])
+            _, commit_schedule = self.data_scheduler.prepare_load(state_dict["data_scheduler"])
         elif self.data_scheduler is not None:
-            commit = partial(self.data_scheduler.load_state_dict, state_dict["data_scheduler"])
+            saved = state_dict["data_scheduler"]
+            commit_schedule = partial(self.data_scheduler.load_state_dict, saved)
         if self.data_sparsifier is not None:
             self.data_sparsifier.load_state_dict(state_dict["data_sparsifier"])
-        if commit is not None:
-            commit()
+        if commit_schedule is not None:
+            commit_schedule()
         self.optimizer.load_state_dict(state_dict["optimizer"])
         # A scaler that is disabled ignores the state of one that is not.
         if state_dict.get("scaler"):
             self._scaler.load_state_dict(state_dict["scaler"])
         self._drop_gradients()
 
-    def _checked(self, saved: Any) -> dict[str, Any]:
-        """Load a state into copies of the parts, which share tensors but no other state; return the
-        facts that must be equal on all ranks. Local.
+    def _check_state(self, saved: Any) -> dict[str, Any]:
+        """Load a state into shallow copies of the parts; return the facts that must be equal on all
+        ranks. Local; changes nothing.
 
         Raises:
             ValueError: a part is missing or does not fit; torch has other errors for the same
@@ -314,22 +320,22 @@ class OptimScheduler(abc.ABC):
             f"The state has {unknown}, which this OptimScheduler was constructed without.": unknown,
         }
         refuse(rules)
-        # A load replaces the groups and the state of the copy; the original's are not touched.
+        # Optimizer.load_state_dict() assigns new groups and state: a shallow copy is enough.
         loaded = copy.copy(self.optimizer)
         loaded.load_state_dict(saved["optimizer"])
-        # States of other packages have any names and shapes.
+        # Optimizers of other packages have state of any names and shapes.
         if type(self.optimizer).__module__.startswith("torch.optim."):
             _refuse_other_optimizer(self.optimizer, loaded)
         facts: dict[str, Any] = {"learning rates": [group["lr"] for group in loaded.param_groups]}
         # A run without AMP has saved None or {}.
         if saved.get("scaler"):
-            # A scaler of any device reads the state; this one is never used.
-            read = torch.amp.GradScaler("cpu")
-            read.load_state_dict(saved["scaler"])
-            facts["scale of the scaler"] = number("scale", _positive("scale", read.get_scale()))
+            # The device makes no difference to a state.
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.load_state_dict(saved["scaler"])
+            facts["scale of the scaler"] = number("scale", _positive("scale", scaler.get_scale()))
         schedule = self.data_scheduler
         if not isinstance(schedule, ReadyDataScheduler | None):
-            # A user's class can't prepare a load: it is tried on a copy.
+            # A user's class has no prepare_load(): try the load on a copy.
             copy.copy(schedule).load_state_dict(saved["data_scheduler"])
         return facts
 
@@ -350,53 +356,51 @@ class OptimScheduler(abc.ABC):
         return {name: part for name, part in parts.items() if part is not None}
 
     def _refuse_unfit(self, amp_dtype: torch.dtype) -> None:
-        """Raise a ValueError if arguments do not fit each other or the model."""
-        if amp_dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
+        """Raise a ValueError if arguments don't fit each other or the model."""
         scheduler = self.data_scheduler
-        if scheduler is not None and scheduler.data_sparsifier is not self.data_sparsifier:
-            raise ValueError(
-                "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
-            )
-        # A single process without micro-steps has no averaging to run or to delay.
+        # One process without accumulation has nothing to average: a plain model is fine.
         averages = self.distributed and (world_ranks() is not None or self.accum_grad > 1)
-        if averages and not self._wiring.replicating:
-            raise ValueError(
-                f"Invalid distributed=True: {type(self.model).__name__} does not average gradients"
-                " over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first."
-            )
-        if self._wiring.fused:
-            # No rank ever holds the gradients of fused tables.
-            why = (
-                "the model has fused tables, which are updated inside every backward, before"
-                " gradients can be scaled or accumulated. Use amp_dtype=torch.bfloat16, or larger"
-                " batches."
-            )
-            rules = {
-                f"Invalid use_amp=True with float16: {why}": self._scaler.is_enabled(),
-                f"Invalid accum_grad={self.accum_grad}: {why}": self.accum_grad > 1,
-            }
-            refuse(rules)
+        # The gradients of fused tables are never materialized.
+        fused = self._wiring.fused
+        why = (
+            "the model has fused tables, which are updated inside every backward, before gradients"
+            " can be scaled or accumulated. Use amp_dtype=torch.bfloat16, or larger batches."
+        )
+        rules = {
+            f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": (
+                amp_dtype not in (torch.float16, torch.bfloat16)
+            ),
+            "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.": (
+                scheduler is not None and scheduler.data_sparsifier is not self.data_sparsifier
+            ),
+            f"Invalid distributed=True: {type(self.model).__name__} does not average gradients"
+            " over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first.": (
+                averages and not self._wiring.replicating
+            ),
+            f"Invalid use_amp=True with float16: {why}": fused and self._scaler.is_enabled(),
+            f"Invalid accum_grad={self.accum_grad}: {why}": fused and self.accum_grad > 1,
+        }
+        refuse(rules)
 
-    # What a step does.
+    # Which phases a step runs.
 
     def _real_step(self, step_num: int) -> int:
         """Return the number of the real step, from 1, to which a micro-step belongs."""
         return (step_num - 1) // self.accum_grad + 1
 
-    def _due(self, step_num: int) -> bool:
-        """Whether a micro-step contributes gradients to an update."""
+    def _contributes(self, step_num: int) -> bool:
+        """Whether the gradients of a micro-step are part of an update."""
         return self._real_step(step_num) % self.step_per_update == 0
 
     def _updates(self, step_num: int) -> bool:
         """Whether an update follows a micro-step: it is the last of its real step."""
-        return self._due(step_num) and step_num % self.accum_grad == 0
+        return self._contributes(step_num) and step_num % self.accum_grad == 0
 
     def _lr(self, step_num: int, epoch_num: int) -> float:
         """Return the learning rate of a step, checked."""
-        asked = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
+        returned = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
         # A rate that is not finite would turn weights into NaN.
-        lr = number("learning rate", plain(asked), least=0)
+        lr = number("learning rate", plain(returned), least=0)
         return float(number("learning rate times ft_factor", lr * self.ft_factor))
 
     def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
@@ -410,51 +414,52 @@ class OptimScheduler(abc.ABC):
     # Phase 1: gradients, for all OptimSchedulers that share the losses.
 
     def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
-        """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
+        """Set the learning rate, and add this step's gradients to ``.grad``."""
         loss = self._loss(losses)
         lr = self._lr(step_num, epoch_num)
+        # This one is among the overlapping ones. More than its own is another's, in shared .grad.
         accumulated = sum(peer._accumulated for peer in self._overlapping())
         if accumulated > self._accumulated:
             raise ValueError(
                 "Another OptimScheduler has accumulated gradients in parameters that this one"
                 " updates too. Finish its real step first, or delete it."
             )
-        # Another OptimScheduler may have taken the gradients of this loss already.
-        if self._taken[0] is not loss:
+        # If a peer has stepped with this loss before, the gradients are there.
+        if self._pending[0] is not loss:
             self._run_backward(losses, step_num)
-        for parameter, grad in self._taken[1].items():
+        for parameter, grad in self._pending[1].items():
             parameter.grad = grad
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # The next step has another loss.
-        self._taken = None, {}
+        # Used up: gradients count once.
+        self._pending = None, {}
         self._has_run = True
         self._accumulated += 1
 
     def _run_backward(self, losses: Mapping[str, Tensor], step_num: int) -> None:
-        """Take the gradients of all OptimSchedulers that are due with these losses."""
+        """Compute the gradients of all OptimSchedulers that use these losses at this step."""
         claims = {}
         for peer in self._sharing():
-            if peer._due(step_num) and peer._loss_name in losses:
+            if peer._contributes(step_num) and peer._loss_name in losses:
                 loss = losses[peer._loss_name]
                 claims[peer] = Claim(peer._owned, loss, peer.accum_grad, peer._scaler)
         check_claims(self._wiring, [*claims.values()])
         try:
             with self._unsynchronized(step_num):
-                taken = take_gradients(self._wiring, [*claims.values()])
+                gradients = take_gradients(self._wiring, [*claims.values()])
         except BaseException:
-            # Some layers may have gradients, others not.
+            # A backward that failed halfway leaves gradients on some layers only.
             for peer in claims:
                 peer._drop_gradients()
             raise
-        # The others use theirs when they are stepped with the same loss.
-        for peer, gradients in zip(claims, taken, strict=True):
-            peer._taken = claims[peer].loss, gradients
+        # Peers use theirs when they are stepped with the same loss.
+        for peer, of_peer in zip(claims, gradients, strict=True):
+            peer._pending = claims[peer].loss, of_peer
 
     def _drop_gradients(self) -> None:
         """Drop the gradients of an unfinished real step."""
         self.optimizer.zero_grad()
-        self._taken = None, {}
+        self._pending = None, {}
         self._accumulated = 0
 
     # Phases 2 and 3: weights, then masks.
@@ -478,17 +483,19 @@ class OptimScheduler(abc.ABC):
 
     # The model's other OptimSchedulers.
 
-    def _join(self) -> None:
+    def _join_peers(self) -> None:
         """Become one of the model's OptimSchedulers."""
         self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
         for peer in self._sharing()[1:]:
             self._refuse_beside(peer)
         self._peers[id(self)] = self
-        # Gradients of an earlier run are not part of the first update.
+        # In a notebook a cell may run again: gradients of its last run must not be in this update.
         for peer in self._overlapping():
             peer._drop_gradients()
 
     def _refuse_beside(self, peer: OptimScheduler) -> None:
+        """Refuse another autocast dtype than the peer's, and a sparsifier or scheduler that it
+        steps too."""
         rules: dict[str, object] = {
             f"Invalid amp_dtype={self._autocast}: another OptimScheduler of the model has"
             f" {peer._autocast}, and they share its forward.": (
@@ -514,13 +521,14 @@ class OptimScheduler(abc.ABC):
         return sharing
 
     def _overlapping(self) -> list[OptimScheduler]:
-        """Return the model's OptimSchedulers that update some of the same parameters, and this."""
+        """Return the model's OptimSchedulers that update some of the same parameters, this one
+        included."""
         owned = set(self._owned)
         return [peer for peer in self._peers.values() if not owned.isdisjoint(peer._owned)]
 
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
-        """Return a context without averaging of gradients, unless an update of an OptimScheduler
-        follows this step."""
+        """Return a context that turns the averaging of gradients off, unless an update of any
+        sharing OptimScheduler follows this step."""
         stack = ExitStack()
         if self.distributed and not any(peer._updates(step_num) for peer in self._sharing()):
             for module in self._wiring.replicating:
@@ -534,23 +542,25 @@ def _interval(name: str, value: object) -> int:
     try:
         return integer(name, value, least=1)
     except ValueError as error:
-        # SpeeChain's callers expect it of intervals.
+        # As SpeeChain's constructor does.
         raise AssertionError(str(error)) from None
 
 
 def _positive(name: str, value: Any) -> float:
     """Return a number > 0, or infinity."""
-    found = value if value == math.inf else number(name, value)
-    if found <= 0:
+    checked = value if value == math.inf else number(name, value)
+    if checked <= 0:
         raise ValueError(f"Invalid {name}={value!r}: must be a number > 0.")
-    return float(found)
+    return float(checked)
 
 
 def _refuse_other_optimizer(
     optimizer: torch.optim.Optimizer, loaded: torch.optim.Optimizer
 ) -> None:
+    """Refuse a state, loaded into a copy of ``optimizer``, of another class or other parameters:
+    torch itself compares only numbers of parameters."""
     for ours, group in zip(optimizer.param_groups, loaded.param_groups, strict=True):
-        # Learning rate schedulers add others.
+        # Only defaults of the class: learning rate schedulers add keys to groups.
         missing = sorted(loaded.defaults.keys() & ours.keys() - group.keys())
         if missing:
             raise ValueError(
@@ -559,7 +569,8 @@ def _refuse_other_optimizer(
             )
         for parameter in group["params"]:
             state = loaded.state.get(parameter, {})
-            # Adafactor's two variances are a row and a column, and step counts scalars.
+            # State has the shape of its parameter, except step counts, which are scalars, and
+            # Adafactor's variances of rows and columns.
             for name in sorted(state.keys() - {"row_var", "col_var"}):
                 shape = getattr(state[name], "shape", torch.Size())
                 if shape not in (parameter.shape, torch.Size()):

@@ -1,4 +1,4 @@
-"""A way to make the tables of a model smaller, its bytes in a server, and the search for those
+"""Candidates: smaller forms of a model's tables, their bytes in a server, and the search for those
 that keep the most within a budget.
 
 Nothing here reads weights: names, shapes and dtypes of the tables are enough.
@@ -23,21 +23,20 @@ from dist_sparse.serving.encodings import BITS
 from dist_sparse.tables.shards import ShardedData, basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
 
-# 4 bits on a grid for each column: `export(dtype="int4", scale="column")`.
+# 4 bits and a scale for each column: `export(dtype="int4", scale="column")`.
 BY_COLUMN = "int4 by column"
 
-# Columns of a code, by the name of these rows. Tables that can't have codes are in int4.
+# Dtypes of codes, and the columns that a code stands for. Tables that can't have codes are in int4.
 CODED = {"codes of 4": 4, "codes of 8": 8}
-
 _WITHOUT_CODES = dict.fromkeys(CODED, "int4")
 
-# How rows are stored: as of `dist_sparse.export`, or as above.
+# Dtypes of a candidate: those of `dist_sparse.export`, and the above.
 DTYPES = (*BITS, BY_COLUMN, *CODED)
 
 
 @dataclass(frozen=True)
-class _Form:
-    """Bytes that a dtype takes: ``bits`` of an element, and more for each row and each column."""
+class _Cost:
+    """Bits of an element of a dtype, and further bytes for each row and each column."""
 
     bits: int
     row: int = 0
@@ -45,12 +44,12 @@ class _Form:
 
 
 # Scale and bias of a row, the scale of a column and entries of a book are numbers of 16 bits.
-_FORMS = {str(name): _Form(bits) for name, bits in BITS.items()} | {
-    "int8": _Form(8, row=4),
-    "int4": _Form(4, row=4),
-    BY_COLUMN: _Form(4, column=2),
-    # A code takes a byte, whatever the number of its columns.
-    "codes": _Form(0),
+_COSTS = {str(name): _Cost(bits) for name, bits in BITS.items()} | {
+    "int8": _Cost(8, row=4),
+    "int4": _Cost(4, row=4),
+    BY_COLUMN: _Cost(4, column=2),
+    # The bytes of codes do not depend on the columns: table_bytes() adds them.
+    "codes": _Cost(0),
 }
 
 
@@ -93,7 +92,7 @@ class ServedBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of the parts."""
         return sum(vars(self).values())
 
 
@@ -140,13 +139,13 @@ class Candidate:
         # A table of no columns has no output.
         if checks.level("columns", self.columns) == 0:
             raise ValueError(f"Invalid columns={self.columns!r}: must be in (0, 1].")
-        # Tables that lose nothing are left out, so that equal candidates are equal.
+        # Without tables that lose nothing, so that equal candidates compare as equal.
         levels = {
             name: checks.level(f"levels[{name!r}]", level)
             for name, level in self.levels.items()
             if level
         }
-        # The dataclass is frozen.
+        # The usual way to set fields of a frozen dataclass.
         object.__setattr__(self, "dtype", checks.choice("dtype", self.dtype, DTYPES))
         object.__setattr__(self, "groups", tuple(map(tuple, self.groups)))
         object.__setattr__(self, "levels", levels)
@@ -154,28 +153,31 @@ class Candidate:
     @cached_property
     def alone(self) -> dict[str, bool]:
         """Whether each table of ``groups`` is alone in its group."""
-        # Looked up for each table of each candidate that a search prices.
+        # Cached: a search asks it for each table of thousands of candidates.
         return {name: len(group) == 1 for group in self.groups for name in group}
 
     def shape(self, table: TableShape) -> tuple[int, int]:
         """Return the rows and columns that a table keeps; below level 1 one row stays."""
-        rows, level = table.shape[0], self.levels.get(table.name, 0.0)
+        rows = table.shape[0]
+        level = self.levels.get(table.name, 0.0)
         most = rows if level == 1 else max(rows - 1, 0)
         return rows - min(round(level * rows), most), self._width(table)
 
     def level(self, table: TableShape) -> float:
-        """Return the fraction of its rows that a table loses; below level 1 one of them stays."""
+        """Return the fraction of its rows that a table loses, in whole rows."""
         return 1 - self.shape(table)[0] / max(table.shape[0], 1)
 
     def codes(self, table: TableShape) -> int:
-        """Return the codes of a row of a table; 0 of a table without codes."""
-        size, width = CODED.get(self.dtype), self._width(table)
+        """Return the number of codes in a row of a table; 0 if it has none."""
+        size = CODED.get(self.dtype)
+        width = self._width(table)
+        # quantize() refuses small tables, and codes that do not divide a row.
         if size is None or table.shape[0] < LEAST_ROWS or width % size:
             return 0
         return width // size
 
     def dtype_of(self, table: TableShape) -> str:
-        """Return the dtype of a table: ``"codes"``, or as of :data:`DTYPES`."""
+        """Return the dtype of a table: ``"codes"``, or one of :data:`DTYPES` without codes."""
         return "codes" if self.codes(table) else _WITHOUT_CODES.get(self.dtype, self.dtype)
 
     def served_bytes(self, tables: Iterable[TableShape]) -> ServedBytes:
@@ -188,13 +190,14 @@ class Candidate:
     def table_bytes(self, table: TableShape) -> ServedBytes:
         """Return the served bytes of one table."""
         kept, width = self.shape(table)
-        form, codes = _FORMS[self.dtype_of(table)], self.codes(table)
-        # The outputs of tables that are rotated together meet in dot products only.
+        cost = _COSTS[self.dtype_of(table)]
+        codes = self.codes(table)
+        # Tables that are rotated together need no basis: dot products of outputs stay the same.
         turned_back = self.columns < 1 and self.alone.get(table.name, False)
         return ServedBytes(
-            # Two codes of 4 bits share a byte, within a row.
-            weights=kept * (codes + math.ceil(width * form.bits / 8)),
-            scales=kept * form.row + width * form.column,
+            # A code is a byte. Two elements of 4 bits share a byte within a row.
+            weights=kept * (codes + math.ceil(width * cost.bits / 8)),
+            scales=kept * cost.row + width * cost.column,
             books=2 * ENTRIES * width if codes else 0,
             index=index_bytes(table.shape[0]) if kept < table.shape[0] else 0,
             bases=basis_bytes(table.shape[1], width) if turned_back else 0,
@@ -202,10 +205,11 @@ class Candidate:
 
     def _width(self, table: TableShape) -> int:
         columns = table.shape[1]
-        # Other tables of a candidate with groups keep all columns.
-        narrow = not self.groups or table.name in self.alone
+        # With groups, only the tables in them lose columns.
+        if self.groups and table.name not in self.alone:
+            return narrow_width(columns, columns)
         # As sparsify() rounds a level to whole blocks.
-        removed = round((1 - self.columns) * columns) if narrow else 0
+        removed = round((1 - self.columns) * columns)
         return narrow_width(columns - removed, columns)
 
     def __str__(self) -> str:
@@ -213,16 +217,15 @@ class Candidate:
         if self.columns < 1:
             how = ", rotated" if self.groups else ", dense from the start"
             parts.append(f"{percent(self.columns)} of the columns{how}")
-        parts += [
-            f"{name} without {percent(level)} of its rows" for name, level in self.levels.items()
-        ]
+        for name, level in self.levels.items():
+            parts.append(f"{name} without {percent(level)} of its rows")
         return ", ".join(parts)
 
 
 # ------------------------------------------------------------------------------
 # The candidates of each kind and dtype that keep the most within a budget.
 
-# Levels are searched in steps of `1 / _STEPS`.
+# The search for levels is over multiples of `1 / _STEPS`.
 _STEPS = 1 << 20
 
 
@@ -246,7 +249,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Tables, and the ways in which they may be made smaller.
+    """The search: tables, a budget, and the ways in which the tables may be made smaller.
 
     Args:
         tables: all that are served.
@@ -265,38 +268,40 @@ class Choices:
     def all(self) -> list[Choice]:
         """Return the candidates: with all columns in each dtype, fitting or not, and the widest
         that fits of each kind and dtype."""
+        # First with the untouched rows, then without them where that saves bytes: of each dtype the
+        # first that fits keeps the most.
+        choices = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
         full = [self.choice("full", dtype, 1.0) for dtype in DTYPES]
-        found = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
-        found += [choice for choice in full if choice.candidate.levels]
+        choices += [choice for choice in full if choice.candidate.levels]
         for kind, whole in product(("small", "columns"), full):
             dtype = whole.candidate.dtype
             fractions, fitting = self.widths(kind, dtype)
-            # Where all columns fit, nothing narrower is needed.
+            # If all columns fit, nothing narrower is needed.
             if fitting and not whole.fits:
-                found.append(self.choice(kind, dtype, fractions[fitting - 1]))
-        return [*filter(self._is_as_named, found)]
+                choices.append(self.choice(kind, dtype, fractions[fitting - 1]))
+        return list(filter(self._has_its_dtype, choices))
 
     def choice(self, kind: str, dtype: str, fraction: float) -> Choice:
         """Return tables with a fraction of their columns, without untouched rows."""
         candidate = Candidate(dtype=dtype, columns=fraction)
         if kind == "columns":
             narrow = replace(candidate, groups=self.groups)
-            light = _saving(self.tables, narrow, replace(candidate, columns=1.0))
-            # Alone, a table is turned back, and its basis may take more than the table loses.
-            worth = tuple(group for group in self.groups if group[0] in light)
-            # If no rotation saves bytes, the candidate shows that it does not fit.
+            lighter = _saving(self.tables, narrow, replace(candidate, columns=1.0))
+            # The basis that turns a lone table back may take more bytes than its columns did.
+            worth = tuple(group for group in self.groups if group[0] in lighter)
+            # If no rotation saves bytes, keep all groups: the candidate is shown as too large.
             candidate = replace(narrow, groups=worth or self.groups)
         return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
 
     def widths(self, kind: str, dtype: str) -> tuple[list[float], int]:
-        """Return the fractions of columns that a kind may keep, but not all of them, ascending, and
-        how many of them fit. Columns are removed only of tables that may be rotated."""
+        """Return the fractions of columns below 1 that a kind may keep, ascending, and how many of
+        them fit. The kind ``"columns"`` narrows only tables that may be rotated."""
         columns = {table.name: table.shape[1] for table in self.tables}
         names = columns if kind == "small" else chain(*self.groups)
         widest = max(map(columns.__getitem__, names), default=0)
         step = CODED.get(dtype, 4)
         fractions = [width / widest for width in range(step, widest, step)]
-        # Bytes grow with the width: all that fit come first.
+        # Bytes grow with the width: those that fit come first, and a binary search counts them.
         fitting = bisect_right(
             fractions, False, key=lambda fraction: not self.choice(kind, dtype, fraction).fits
         )
@@ -306,14 +311,14 @@ class Choices:
         """Return a candidate with its ``prunable`` tables at the lowest common level at which all
         tables fit, or at the highest below 1 if none fits."""
         pruned = [table for table in self.tables if table.name in self.prunable]
-        # Priced once: the search below changes pruned tables alone.
+        # Outside of the search, which changes pruned tables only.
         others = candidate.served_bytes(self.tables).total - candidate.served_bytes(pruned).total
         room = self.budget - others
 
         def at(step: int) -> Candidate:
             return replace(candidate, levels=dict.fromkeys(self.prunable, step / _STEPS))
 
-        # Bytes never grow with the level. The last step stays below level 1: a row is kept.
+        # Bytes never grow with the level. Without the last step, level 1: a row is kept.
         lowest = bisect_left(
             range(_STEPS - 1), True, key=lambda step: at(step).served_bytes(pruned).total <= room
         )
@@ -321,8 +326,8 @@ class Choices:
         levels = {table.name: at(lowest).level(table) for table in pruned}
         return self._priced("rows", replace(candidate, levels=levels))
 
-    def _is_as_named(self, choice: Choice) -> bool:
-        """Return whether some table has codes, where the candidate is named after them."""
+    def _has_its_dtype(self, choice: Choice) -> bool:
+        """Return False for codes that no table can have: all would be int4."""
         candidate = choice.candidate
         return candidate.dtype not in CODED or any(map(candidate.codes, self.tables))
 
@@ -332,19 +337,19 @@ class Choices:
         return Choice(kind=kind, candidate=candidate, served=served, fits=fits)
 
     def _untouched_levels(self, candidate: Candidate) -> dict[str, float]:
-        """Return the levels that remove untouched rows, where that saves more bytes than the index
-        takes."""
+        """Return the levels that remove untouched rows, of tables for which that saves more bytes
+        than the index takes."""
         if candidate.dtype in CODED:
             # Books are fitted to all rows.
             return {}
         levels = {}
         for table in self.tables:
-            # A table that no batch has read keeps one row.
+            # A table keeps one row, even if no batch has read any.
             most = max(table.shape[0] - 1, 0)
             removed = min(self.untouched.get(table.name, 0), most)
             levels[table.name] = removed / (most + 1)
-        light = _saving(self.tables, replace(candidate, levels=levels), candidate)
-        return {name: levels[name] for name in light}
+        lighter = _saving(self.tables, replace(candidate, levels=levels), candidate)
+        return {name: levels[name] for name in lighter}
 
 
 def _saving(tables: Iterable[TableShape], new: Candidate, old: Candidate) -> list[str]:

@@ -1,6 +1,8 @@
 """`frontier()`: metrics of a trained model at a few sizes, on the user's own data.
 
-What fits is measured with a line of JSON for each trial, so that an interrupted run continues.
+From the top: :class:`Trial`, one measurement; :class:`Frontier`, the result, which prints itself;
+:func:`frontier`; :func:`trials_of`, which lists what to measure within a budget; and the
+measurements. Each is written as a line of JSON, so that an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ from dist_sparse.training.arguments import protected
 # Fractions of the tables' bytes.
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 
-# Name of each method in tables, the simplest first.
+# Printed name of each method. The order matters: from the simplest on, which
+# `Frontier.recommended` prefers.
 METHODS = {
     "bits": "bits alone",
     "untouched": "touched rows",
@@ -61,26 +63,26 @@ METHODS = {
 
 _METHOD_OF_KIND = {"full": "bits", "small": "small", "columns": "rotated"}
 
-# The method of all trials in a dtype, of any columns.
+# Methods named after their dtype, whatever columns their trials keep.
 _METHOD_OF_DTYPE = {BY_COLUMN: "column", **dict.fromkeys(CODED, "codes")}
 
 _FILE = "trials.jsonl"
 
-_UNTRAINED = (
-    "Columns and rows were removed from the trained model, which was not trained on: removed while "
-    "it trains, they lose less, rotated columns above all."
-)
-
-# What to know of a method's measurements.
+# Notes below the table, and the methods that they are about.
 _NOTES = {
-    **dict.fromkeys(("rotated", "rows", "mix"), _UNTRAINED),
-    "codes": (
-        "Codes were fitted to the trained weights: training through them with quantize() usually "
-        "gains more."
-    ),
+    "Columns and rows were removed from the trained model, which was not trained on: removed while "
+    "it trains, they lose less, rotated columns above all.": {"rotated", "rows", "mix"},
+    "Codes were fitted to the trained weights: training through them with quantize() usually "
+    "gains more.": {"codes"},
 }
 
-# Returns metrics of a model by name, the same on all ranks; does not change the model.
+# The kept part of a trial that removes neither rows nor columns.
+_ALL = "everything"
+_ALL_NOTE = "No rows or columns were removed: all that is listed stores every weight in fewer bits."
+
+_FOUR_DIGITS = "{:.4f}".format
+
+# Returns the metrics of a model by name, the same on all ranks, and does not change the model.
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
 # Trains a model whose tables have a fraction of their columns, and returns it with its evaluation.
@@ -109,7 +111,7 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Text that is equal for trials of equal weights."""
+        """Text that is equal for trials of equal weights, whatever their budget and method."""
         return _key(asdict(self))
 
     @property
@@ -123,11 +125,7 @@ class Trial:
             parts.append("rows ever read")
         elif self.candidate.levels:
             parts.append(f"{percent(1 - max(self.candidate.levels.values()))} of rows")
-        return ", ".join(parts) or "everything"
-
-
-def _texts(metrics: Mapping[str, float]) -> Iterable[str]:
-    return map("{:.4f}".format, metrics.values())
+        return ", ".join(parts) or _ALL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +157,9 @@ class Frontier:
         for trial in self.trials:
             by_method[trial.budget, trial.method].append(trial)
         best = []
-        for some in by_method.values():
+        for trials in by_method.values():
             # Within the tolerance fewer bytes count more than the metric.
-            best.append(min(self._near_best(some), key=lambda t: (t.bytes, self.loss(t))))
+            best.append(min(self._near_best(trials), key=lambda t: (t.bytes, self.loss(t))))
         return tuple(sorted(best, key=lambda t: (-t.budget, self.loss(t))))
 
     def loss(self, trial: Trial) -> float:
@@ -178,11 +176,10 @@ class Frontier:
         for point in self.points:
             if self.loss(point) <= self.tolerance:
                 good[point.budget].append(point)
-        # Bytes count first: the quality is within tolerance in all of them.
+        # The smallest budget: at every budget in `good` the metric is within tolerance.
         near = self._near_best(good[min(good, default=0.0)])
-        # Methods are listed from the simplest on.
-        simplest = [*METHODS]
-        return min(near, key=lambda t: (simplest.index(t.method), t.bytes), default=None)
+        simplest_first = list(METHODS)
+        return min(near, key=lambda t: (simplest_first.index(t.method), t.bytes), default=None)
 
     def _near_best(self, trials: Sequence[Trial]) -> list[Trial]:
         """Return the trials that lose no more than the best but for half of the tolerance."""
@@ -191,7 +188,7 @@ class Frontier:
 
     @property
     def recommendation(self) -> str:
-        """One sentence."""
+        """:attr:`recommended` as a sentence, or the nearest point if all lose more."""
         if not self.points:
             return (
                 "Nothing fits the budgets that can be tried on this model; smaller dense tables"
@@ -212,18 +209,20 @@ class Frontier:
 
     def __repr__(self) -> str:
         head = ("at", "method", "kept", "as", "bytes", *self.full)
-        rows = [("", "the whole model", "everything", "", "100.0%", *_texts(self.full))]
+        rows = [("", "the whole model", _ALL, "", "100.0%", *map(_FOUR_DIGITS, self.full.values()))]
         for point in self.points:
             names = percent(point.budget), METHODS[point.method], point.left, point.candidate.dtype
             share = percent(point.bytes / self.table_bytes)
-            rows.append((*names, share, *_texts(point.metrics)))
+            rows.append((*names, share, *map(_FOUR_DIGITS, point.metrics.values())))
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         better = "less" if self.metric in self.lower_is_better else "more"
-        # One of each, of the methods that are shown.
-        notes = dict.fromkeys(_NOTES.get(point.method, "") for point in self.points)
+        shown = {point.method for point in self.points}
+        notes = [note for note, methods in _NOTES.items() if shown & methods]
+        # A table of full models would otherwise read as if nothing had been tried.
+        if {point.left for point in self.points} == {_ALL}:
+            notes.append(_ALL_NOTE)
         texts = [f"Best first, by {self.metric}: {better} is better.", *notes, self.recommendation]
-        filled = map(partial(textwrap.fill, width=79), filter(None, texts))
-        return "\n\n".join(["\n".join(lines), *filled])
+        return "\n\n".join(["\n".join(lines), *(textwrap.fill(text, 79) for text in texts)])
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-able values; sizes in bytes."""
@@ -298,16 +297,16 @@ def frontier(
         'rotated'
     """
     world = world_group()
-    # Whatever would stop a rank later is checked here: an evaluation may take hours.
+    # Every argument is checked before the first evaluation, which may take hours.
     with world.agreeing("frontier()") as facts:
         # Small dense tables have to be trained.
         known = METHODS.keys() - ({"small"} if train is None else set())
-        chosen = sorted(map(partial(checks.choice, "methods", known=known), methods or known))
+        chosen = sorted(checks.choice("methods", name, known) for name in methods or known)
         # A set: equal budgets have the same points.
-        shares = sorted({*map(partial(checks.level, "budgets"), budgets)}, reverse=True)
+        shares = sorted({checks.level("budgets", share) for share in budgets}, reverse=True)
         if not shares:
             raise ValueError(f"Invalid {budgets=}: must be fractions of the tables' bytes.")
-        kinds = [*map(partial(checks.choice, "dtypes", known=BITS), dtypes)]
+        dtypes = [checks.choice("dtypes", dtype, BITS) for dtype in dtypes]
         checks.number("tolerance", tolerance, least=0)
         located = {data.name: data for data in ModelTables(model).locate()}
         guarded = protected(located, checks.name_list("protect", protect))
@@ -315,9 +314,9 @@ def frontier(
         large = {name for name, data in located.items() if data.shape[0] >= 16}
         pruned = tuple(sorted(large - guarded))
         groups = tuple(map(tuple, rotation_groups(rotate, located)))
-        # The rotated candidates are tried last.
+        # Rotated candidates are measured last: refuse groups that can't be rotated now.
         check_candidate(model, Candidate(groups=groups), located)
-        facts.update(methods=chosen, budgets=shares, dtypes=kinds, pruned=pruned, rotate=rotate)
+        facts.update(methods=chosen, budgets=shares, dtypes=dtypes, pruned=pruned, rotate=rotate)
         facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
     # Fused optimizers only: frontier() is called without an optimizer.
     untouched = untouched_rows(model, [*located.values()])
@@ -326,19 +325,20 @@ def frontier(
     tables = tuple(map(shape_of, located.values()))
     # By default the first metric that evaluate() returns.
     metric = checks.choice("metric", metric or next(iter(full)), full)
-    taken, trials = dense_bytes(tables), list[Trial]()
+    table_bytes = dense_bytes(tables)
+    trials: list[Trial] = []
     for share in shares:
         choices = Choices(
             tables=tables,
-            budget=math.floor(share * taken),
+            budget=math.floor(share * table_bytes),
             groups=groups,
             untouched=untouched,
             prunable=pruned,
         )
-        trials += trials_of(choices, share, chosen, kinds, trains=train is not None)
-    # All budgets at once: an equal trial of several is measured once.
+        trials += trials_of(choices, share, chosen, dtypes, trains=train is not None)
+    # All budgets in one call: a trial that several budgets share is measured once.
     result = Frontier(
-        table_bytes=taken,
+        table_bytes=table_bytes,
         full=full,
         metric=metric,
         lower_is_better=tuple(lower_is_better),
@@ -362,49 +362,51 @@ def trials_of(
         dtypes: dtypes of the stored weights, of methods that are not named after theirs.
         trains: whether models with fewer columns can be trained.
     """
-    # The gain of the other methods would not be theirs, were the untouched rows removed too.
+    # Without their untouched rows: "untouched" alone is credited for the bytes of these.
     all_rows = replace(choices, untouched={})
-    tried: list[tuple[str, Choice]] = []
+    by_method: list[tuple[str, Choice]] = []
     for choice in all_rows.all():
         dtype = choice.candidate.dtype
-        tried.append((_METHOD_OF_DTYPE.get(dtype, _METHOD_OF_KIND[choice.kind]), choice))
+        by_method.append((_METHOD_OF_DTYPE.get(dtype, _METHOD_OF_KIND[choice.kind]), choice))
         if choice.kind == "full" and not choice.fits:
-            tried += _with_fewer_rows(all_rows, dtype)
-    tried += [("untouched", choices.choice("full", dtype, 1.0)) for dtype in dtypes]
-    # It costs nothing to try fp16.
+            by_method += _with_fewer_rows(all_rows, dtype)
+    by_method += [("untouched", choices.choice("full", dtype, 1.0)) for dtype in dtypes]
+    # fp16 needs no scales and no calibration: it is measured whatever `dtypes` says.
     dtypes_of = {"bits": {*dtypes, "fp16"}, "column": {BY_COLUMN}, "codes": {*CODED}}
-    found = []
-    for method, choice in tried:
+    trials = []
+    for method, choice in by_method:
         candidate = choice.candidate
         rules = (
             choice.fits,
             trains or choice.kind != "small",
             method in methods,
             candidate.dtype in dtypes_of.get(method, dtypes),
-            # The model as it is has been measured.
+            # The model as it is was measured before any trial.
             candidate != Candidate(),
+            # Without untouched rows, the candidate is the one of "bits".
             method != "untouched" or candidate.levels,
         )
         if all(rules):
-            found.append(Trial(budget=share, method=method, candidate=candidate))
-    return [*map(_trained_narrow, found)]
+            trials.append(_trial(share, method, candidate))
+    return trials
 
 
-def _trained_narrow(trial: Trial) -> Trial:
-    """Return a trial of smaller dense tables as another model that is served whole."""
-    candidate = trial.candidate
-    if candidate.groups or candidate.columns == 1:
-        return trial
-    return replace(trial, candidate=replace(candidate, columns=1.0), trained=candidate.columns)
+def _trial(share: float, method: str, candidate: Candidate) -> Trial:
+    trained = 1.0
+    if not candidate.groups:
+        # Fewer columns without a rotation: another model, trained narrow, and then served whole.
+        trained = candidate.columns
+        candidate = replace(candidate, columns=1.0)
+    return Trial(budget=share, method=method, candidate=candidate, trained=trained)
 
 
 def _with_fewer_rows(choices: Choices, dtype: str) -> list[tuple[str, Choice]]:
-    """Return tables of a dtype with fewer rows, each with its method."""
-    # A little wider than fits, and the rest of the bytes out of rows.
+    """Return tables of a dtype that fit by losing rows, each with its method."""
     fractions, fitting = choices.widths("columns", dtype)
     pruned = [("rows", choices.choice("full", dtype, 1.0))]
-    for each in fractions[fitting : fitting + 2]:
-        pruned.append(("mix", choices.choice("columns", dtype, each)))
+    # The two widths just above what fits: rows save the rest of the bytes.
+    for fraction in fractions[fitting : fitting + 2]:
+        pruned.append(("mix", choices.choice("columns", dtype, fraction)))
     return [(method, choices.fewest_rows(choice.candidate)) for method, choice in pruned]
 
 
@@ -419,9 +421,9 @@ class _Measurements:
     Args:
         model: a DistributedModelParallel, a DDP module or any module; it is not changed.
         evaluate: called with ``model`` while its tables hold the served weights.
-        folder: made if need be. A line is added to its ``trials.jsonl`` for each trial; those of an
-            earlier run are not measured again, if the weights, and the metrics of the model as it
-            is, were the same.
+        folder: created if missing. Each trial adds a line to its ``trials.jsonl``. Trials of an
+            earlier run are not measured again if its weights and its metrics of the whole model
+            were the same.
 
     Attributes:
         full: metrics of the model as it is.
@@ -433,7 +435,7 @@ class _Measurements:
 
     def __init__(self, model: nn.Module, evaluate: Evaluate, folder: Any) -> None:
         self._world = world_group()
-        self._whole = model, evaluate
+        self._model, self._evaluate = model, evaluate
         self._folder: Path | None = None
         with self._world.agreeing("measuring a model") as facts:
             # Rank 0 alone reads and writes.
@@ -441,45 +443,50 @@ class _Measurements:
                 self._folder = Path(folder)
                 self._folder.mkdir(parents=True, exist_ok=True)
             located = ModelTables(model).locate()
-            # A metric would not name the weights that are not finite.
+            # Names the table whose weights are not finite; a metric of NaN would not.
             check_range(located, "fp32")
             facts["tables"] = [[data.name, data.shape, str(data.dtype)] for data in located]
         self.full = self._metrics(model, evaluate)
-        # Lines of other weights or other metrics are of another model.
+        # Lines in the file with another fingerprint are of another model.
         self._fingerprint = self._hash(located)
-        self._done = self._read()
+        self._measured = self._read()
 
     def __call__(self, trials: Sequence[Trial], train: Train | None) -> tuple[Trial, ...]:
         """Return the trials measured, in their order."""
-        new = {trial.key: trial for trial in trials if trial.key not in self._done}
-        columns = attrgetter("trained")
-        # In this order each model is trained once.
-        in_order = sorted(new.values(), key=columns, reverse=True)
+        new = {trial.key: trial for trial in trials if trial.key not in self._measured}
+
+        def trained(trial: Trial) -> float:
+            return trial.trained
+
+        # groupby() joins neighbours only: sorted, each model is trained once.
+        in_order = sorted(new.values(), key=trained, reverse=True)
         with progress("frontier", len(new), "trials", shown=self._world.rank == 0) as bar:
-            for trained, some in groupby(in_order, key=columns):
+            for columns, of_one_model in groupby(in_order, key=trained):
                 # A function, so that a model is freed before the next: two may not fit into memory.
-                self._measure(trained, some, train, bar)
-        return tuple(replace(trial, **self._done[trial.key]) for trial in trials)
+                self._measure(columns, of_one_model, train, bar)
+        return tuple(replace(trial, **self._measured[trial.key]) for trial in trials)
 
     def _measure(
         self,
-        trained: float,
+        columns: float,
         trials: Iterable[Trial],
         train: Any,
         bar: Callable[[float], object],
     ) -> None:
-        """Measure the trials of one model."""
-        # Without train() there is no trial of a narrower model.
-        model, evaluate = self._whole if trained == 1 else train(trained)
+        """Measure the trials of the model that was trained with a fraction of the columns."""
+        model, evaluate = self._model, self._evaluate
+        if columns < 1:
+            # trials_of() lists narrower models only where there is a train().
+            model, evaluate = train(columns)
         tables = tuple(map(shape_of, ModelTables(model).locate()))
         for trial in trials:
             # The weights are restored on leaving, also after an error of evaluate().
             with serving(model, trial.candidate):
                 metrics = self._metrics(model, evaluate)
-            found = {"bytes": trial.candidate.served_bytes(tables).total, "metrics": metrics}
-            self._done[trial.key] = found
-            line = {"model": self._fingerprint, **asdict(trial), **found}
-            # Opened for each line, so that a killed run has lost none.
+            result = {"bytes": trial.candidate.served_bytes(tables).total, "metrics": metrics}
+            self._measured[trial.key] = result
+            line = {"model": self._fingerprint, **asdict(trial), **result}
+            # Opened and closed for each line, so that a killed run loses none.
             self._save(_FILE, "a", json.dumps(line))
             bar(1)
 
@@ -495,35 +502,36 @@ class _Measurements:
 
     def _metrics(self, model: nn.Module, evaluate: Evaluate) -> dict[str, float]:
         with self._world.agreeing("evaluate()") as facts:
-            found = evaluate(model)
+            returned = evaluate(model)
             try:
-                # 0-D tensors and NumPy scalars are numbers too.
-                metrics = {str(name): float(value) for name, value in found.items()}
+                # float() takes 0-D tensors and NumPy scalars too.
+                metrics = {str(name): float(value) for name, value in returned.items()}
             except (AttributeError, TypeError, ValueError):
                 metrics = {}
             if not metrics or not all(map(math.isfinite, metrics.values())):
                 raise ValueError(
-                    f"evaluate() returned {found!r}; must return metrics by name, finite numbers."
+                    f"evaluate() returned {returned!r};"
+                    " must return metrics by name, finite numbers."
                 )
             facts["metrics"] = metrics
         return metrics
 
     def _hash(self, located: Sequence[ShardedData]) -> str:
         """Return a hash of the tables' weights and of the metrics."""
-        mine = []
+        hashes = []
         for data in located:
-            # Replicas count once, so that the hash is the same for any number of them.
+            # Only owned rectangles: replicas count once, so their number does not change the hash.
             held = dict(data.shards)
             for rect in data.owned(rank_in(data.ranks)):
-                mine.append(f"{data.name} {rect} {hash_tensor(held[rect])}")
-        # Metrics rounded: the order of sums may differ from run to run.
+                hashes.append(f"{data.name} {rect} {hash_tensor(held[rect])}")
+        # Metrics are rounded: the order of sums may differ from run to run.
         metrics = {name: f"{value:.5g}" for name, value in self.full.items()}
-        known = [self._world.all_gather_json(mine), metrics]
-        return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+        text = json.dumps([self._world.all_gather_json(hashes), metrics])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        """Return the measurements of this model in the file, by key."""
-        found = {}
+        """Return the measurements of this model that the file holds, by key."""
+        measured = {}
         with self._world.agreeing(f"reading {_FILE}"), suppress(FileNotFoundError):
             if self._folder is not None:
                 for text in (self._folder / _FILE).read_text().splitlines():
@@ -531,7 +539,10 @@ class _Measurements:
                     with suppress(json.JSONDecodeError):
                         line = json.loads(text)
                         if line["model"] == self._fingerprint:
-                            found[_key(line)] = {"bytes": line["bytes"], "metrics": line["metrics"]}
-        # All ranks must skip the same trials.
-        of_rank_0: Any = self._world.all_gather_json(found)[0]
+                            measured[_key(line)] = {
+                                "bytes": line["bytes"],
+                                "metrics": line["metrics"],
+                            }
+        # Rank 0 alone has read the file, and all ranks must skip the same trials.
+        of_rank_0: Any = self._world.all_gather_json(measured)[0]
         return dict(of_rank_0)

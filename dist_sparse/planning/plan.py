@@ -1,9 +1,9 @@
 """`plan()`: smaller versions of a model's tables within a byte budget, and which one to use.
 
-From the top: :class:`Plan`, the answer, which prints itself; :func:`plan`, which asks
-:class:`~dist_sparse.planning.candidates.Choices` what fits; the rules that recommend candidates;
-the checks of arguments; the code that is printed for a candidate; and :func:`untouched_rows`, which
-counts the rows that can be removed at no loss.
+From the top: :class:`Plan`, the result, which prints itself; :func:`plan`, which lists what fits
+(:class:`~dist_sparse.planning.candidates.Choices`); the rules that recommend candidates; the checks
+of arguments; the code that is printed for a candidate; and :func:`untouched_rows`, which counts the
+rows that can be removed at no loss.
 
 The rules come from measurements at equal bytes, against int8 and small dense tables: two-tower
 models on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets
@@ -17,11 +17,10 @@ import math
 import pprint
 import textwrap
 from collections import ChainMap, Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -50,12 +49,13 @@ from dist_sparse.training.arguments import parse_budget
 
 _LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated columns"}
 
-# Memory that a mask update takes beside the tables of a rank, at most (C4): a share of the tables,
-# and the bytes of the chunks that large ones are scored in.
+# The most memory that a mask update takes on a rank beside its tables: a share of their bytes, and
+# the bytes of the chunks in which large tables are scored.
 UPDATE_MEMORY = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
 
-# Small tables are one chunk: an update takes at most so many copies of them.
-_SMALL_TABLES = 4
+# A small table is scored in one chunk, at the cost of at most so many copies of it: less than the
+# constants above.
+_SMALL_TABLE_COPIES = 4
 
 _NOT_KNOWN = "Rows never looked up: not known; plan(trained_model, optimizer=adagrad) tells."
 
@@ -93,7 +93,7 @@ class Plan:
     def update_memory(self) -> dict[str, int]:
         """Most bytes that a mask update takes on a rank beside the tables, by the blocks of the
         masks."""
-        most = _SMALL_TABLES * self.rank_bytes
+        most = _SMALL_TABLE_COPIES * self.rank_bytes
         return {
             blocks: min(math.ceil(share * self.rank_bytes) + constant, most)
             for blocks, (share, constant) in UPDATE_MEMORY.items()
@@ -107,8 +107,8 @@ class Plan:
             "update_memory": self.update_memory,
             "tables": [asdict(table) | {"dtype": str(table.dtype)} for table in self.tables],
             "untouched": dict(self.untouched),
-            "choices": [*map(_choice_json, self.choices)],
-            "recommended": [*map(_choice_json, self.recommended)],
+            "choices": list(map(_choice_json, self.choices)),
+            "recommended": list(map(_choice_json, self.recommended)),
             "why": self.why,
         }
 
@@ -123,25 +123,25 @@ class Plan:
             "",
             *table_lines(head, rows, right=range(3, len(head))),
             "",
-            *self._never_touched(),
+            *self._untouched_lines(),
             *textwrap.wrap(self.why, 79),
             "",
             f"A mask update needs up to {' or '.join(memory)} more per rank.",
         ]
-        for place, choice in enumerate(self.recommended, start=1):
-            lines += ["", f"{place}. {self._label(choice)}, {choice.candidate.dtype}:"]
+        for number, choice in enumerate(self.recommended, start=1):
+            lines += ["", f"{number}. {self._label(choice)}, {choice.candidate.dtype}:"]
             lines += _code_lines(choice.candidate, self.tables)
         return "\n".join(lines)
 
     def _cells(self, choice: Choice) -> list[str]:
-        """Return the cells of a choice, in the order of ``head``."""
+        """Return the cells of a choice, in the order of ``head`` in ``__repr__``."""
         use = "fits" if choice.fits else "too large"
         if choice in self.recommended:
-            # The number of its code below the table.
+            # Its code is printed below the table under this number.
             use = f"use {self.recommended.index(choice) + 1}"
         rows, widths = zip(*map(choice.candidate.shape, self.tables), strict=True)
-        # One width, or the narrowest and the widest.
-        columns = "-".join(map(str, dict.fromkeys((min(widths), max(widths)))))
+        # The narrowest and the widest; a set, because often they are equal.
+        columns = "-".join(map(str, sorted({min(widths), max(widths)})))
         return [
             use,
             self._label(choice),
@@ -153,10 +153,13 @@ class Plan:
         ]
 
     def _label(self, choice: Choice) -> str:
-        without_untouched = choice.kind == "full" and choice.candidate.levels
-        return "touched rows" if without_untouched else _LABELS[choice.kind]
+        # Only untouched rows are removed of tables with all columns.
+        if choice.kind == "full" and choice.candidate.levels:
+            return "touched rows"
+        return _LABELS[choice.kind]
 
-    def _never_touched(self) -> list[str]:
+    def _untouched_lines(self) -> list[str]:
+        """Return the sentence about rows that can be removed at no loss; none if all were read."""
         if not self.untouched:
             return [_NOT_KNOWN, ""]
         tables = []
@@ -164,9 +167,11 @@ class Plan:
             if untouched := self.untouched.get(table.name):
                 rows = count(table.shape[0])
                 tables.append(f"{count(untouched)} of {rows} rows of {printable(table.name)}")
+        if not tables:
+            return []
         names = f"Never looked up in training: {', '.join(tables)}."
         text = f"{names} Removing them is lossless on the training data."
-        return [*textwrap.wrap(text, 79), ""] if tables else []
+        return [*textwrap.wrap(text, 79), ""]
 
 
 def plan(
@@ -231,23 +236,26 @@ def plan(
                 "they are for models, not for shapes of tables."
             )
         else:
-            tables = _shapes(model)
-        groups = _groups(rotate, tables)
-        # Ranks that planned for other tables would recommend something else.
+            tables = _parse_shapes(model)
+        groups = _rotated_groups(rotate, tables)
+        # Ranks that plan for different tables or budgets would recommend different candidates.
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate"] = [limit, groups]
-    # Outside of the block above, because it communicates. Shapes alone are of one rank.
-    untouched, rank_bytes = dict[str, int](), dense_bytes(tables)
+    total = dense_bytes(tables)
+    untouched: dict[str, int] = {}
+    # Of shapes alone no sharding is known: one rank holds all.
+    rank_bytes = total
+    # Outside of the block above: counting untouched rows communicates.
     if isinstance(model, nn.Module):
         untouched = untouched_rows(model, located, optimizer)
-        rank_bytes = _most_on_a_rank(located)
-    # A float is a share of the bytes.
-    room = math.floor(limit * dense_bytes(tables)) if isinstance(limit, float) else limit
-    choices = Choices(tables=tables, budget=room, groups=groups, untouched=untouched)
+        rank_bytes = _largest_rank_bytes(located)
+    # parse_budget() returns a share as a float, and bytes as an int.
+    budget_bytes = math.floor(limit * total) if isinstance(limit, float) else limit
+    choices = Choices(tables=tables, budget=budget_bytes, groups=groups, untouched=untouched)
     candidates = tuple(choices.all())
     recommended, why = _recommend(choices, candidates)
     return Plan(
-        budget=room,
+        budget=budget_bytes,
         tables=tables,
         rank_bytes=rank_bytes,
         untouched=untouched,
@@ -260,7 +268,10 @@ def plan(
 # ------------------------------------------------------------------------------
 # The rules: which of the candidates to use, and why.
 
-# Why narrow tables, by whether rotated ones are among them.
+# The candidate of each kind and dtype that fits and keeps the most.
+Fitting = Mapping[tuple[str, str], Choice]
+
+# Why narrow tables are recommended, by whether rotated ones are among them.
 _NARROW = {
     True: (
         "Rotated columns that are removed during training, or smaller dense tables: which is better"
@@ -274,7 +285,8 @@ _NARROW = {
     ),
 }
 
-# Columns of int4 rows that were as good as codes of the same bytes, on Gowalla.
+# From this width on, int4 rows were as good as codes of the same bytes on Gowalla: 20 bytes of
+# weights and 4 of scale and bias.
 _NO_GAIN_FROM = 40
 
 _HEADERS = (
@@ -289,41 +301,55 @@ _INT4 = "int4 of all columns{} or {} in int8: which is better depends on the dat
 _OTHER = {True: "fewer, rotated columns", False: "a smaller dense table"}
 
 
-def _recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
-    """Return which candidates in ``found`` to use, and why in a few sentences. Several are to be
-    measured; none means that the tables fit as they are, or that nothing fits.
+def _recommend(choices: Choices, candidates: Iterable[Choice]) -> tuple[tuple[Choice, ...], str]:
+    """Return which candidates to use, and why in a few sentences. Several are to be measured; none
+    means that the tables fit as they are, or that nothing fits.
 
-    In this order, by the first form with all columns that fits: the tables as they are; int8;
-    int4, or narrower tables in int8; otherwise narrower tables, and forms whose rows have neither
-    scale nor bias.
+    The first of these that fits: the tables as they are; int8; int4, beside narrower tables in
+    int8; narrower tables, beside forms whose rows have neither scale nor bias.
     """
     if dense_bytes(choices.tables) <= choices.budget:
         return (), "The tables fit as they are."
-    # Of each kind and dtype the first: with untouched rows, if these fit too.
-    best = {(each.kind, each.candidate.dtype): each for each in reversed(found) if each.fits}
-    fitting = partial(_fitting, best)
-    int8, int4 = fitting("full", "int8"), fitting("full", "int4")
-    if int8:
+    fitting = _most_kept(candidates)
+    # All columns in int8 lose nothing measurable: whatever else is removed can only lose.
+    if int8 := _of_kind(fitting, "full", "int8"):
         return int8, _INT8.format(_without_untouched(int8[0]))
-    # Where a single table is turned back, no gain was measured.
+    # A table that is rotated alone is turned back: no gain over small dense tables was measured.
     kind = "columns" if min(map(len, choices.groups), default=0) > 1 else "small"
-    narrow, small = fitting(kind, "int8", "int4"), fitting("small", "int8", "int4")
+    narrow = _of_kind(fitting, kind, "int8", "int4")
+    small = _of_kind(fitting, "small", "int8", "int4")
     rotated = kind == "columns" and narrow != ()
-    if int4:
-        # Narrower tables are in int8 alone: in int4 all columns fit.
+    # All columns in 4 bits against fewer in 8: the data sets disagree. There are no narrower tables
+    # in int4 here, because all columns fit.
+    if int4 := _of_kind(fitting, "full", "int4"):
         why = _INT4.format(_without_untouched(int4[0]), _OTHER[rotated])
         return int4 + (narrow or small), why
-    # Each once: both may be the small ones.
-    both = tuple(dict.fromkeys(narrow + small))
-    more = _without_headers(choices.tables, fitting, kind)
-    reasons = {_NARROW[rotated]: both, _HEADERS: more}
-    why = " ".join(text for text, about in reasons.items() if about)
-    return both + more, why or "Nothing fits: even the narrowest tables take more."
+    # Columns must go: rotated ones or from the start, which the data sets disagree on too. Where
+    # nothing is rotated, `narrow` and `small` are the same.
+    narrower = tuple(dict.fromkeys(narrow + small))
+    without_headers = _without_headers(choices.tables, fitting, kind)
+    reasons = []
+    if narrower:
+        reasons.append(_NARROW[rotated])
+    if without_headers:
+        reasons.append(_HEADERS)
+    why = " ".join(reasons) or "Nothing fits: even the narrowest tables take more."
+    return narrower + without_headers, why
 
 
-def _fitting(best: Mapping[tuple[str, str], Choice], kind: str, *dtypes: str) -> tuple[Choice, ...]:
+def _most_kept(candidates: Iterable[Choice]) -> Fitting:
+    """Return the candidate of each kind and dtype that fits and keeps the most."""
+    fitting: dict[tuple[str, str], Choice] = {}
+    for choice in candidates:
+        if choice.fits:
+            # Listed before the one without untouched rows is the one with them.
+            fitting.setdefault((choice.kind, choice.candidate.dtype), choice)
+    return fitting
+
+
+def _of_kind(fitting: Fitting, kind: str, *dtypes: str) -> tuple[Choice, ...]:
     """Return the candidates of a kind that fit, in the order of ``dtypes``."""
-    return tuple(best[kind, dtype] for dtype in dtypes if (kind, dtype) in best)
+    return tuple(fitting[kind, dtype] for dtype in dtypes if (kind, dtype) in fitting)
 
 
 def _without_untouched(choice: Choice) -> str:
@@ -331,10 +357,10 @@ def _without_untouched(choice: Choice) -> str:
 
 
 def _without_headers(
-    tables: Sequence[TableShape], fitting: Callable[..., tuple[Choice, ...]], kind: str
+    tables: Sequence[TableShape], fitting: Fitting, kind: str
 ) -> tuple[Choice, ...]:
     """Return the candidates whose rows have no scale and bias, by column and of codes, that are
-    worth a measurement beside int4 rows: none where these have at least 24 bytes, which were as
+    worth a measurement beside int4 rows. None if int4 rows of at least 24 bytes fit: these were as
     good."""
     widest = max(tables, key=lambda table: table.shape[1])
 
@@ -342,23 +368,23 @@ def _without_headers(
         return choice.candidate.shape(widest)[1]
 
     def widest_form(dtype: str) -> tuple[Choice, ...]:
-        return fitting("full", dtype) or fitting(kind, dtype)
+        return _of_kind(fitting, "full", dtype) or _of_kind(fitting, kind, dtype)
 
-    if max(map(width, fitting(kind, "int4")), default=0) >= _NO_GAIN_FROM:
+    if max(map(width, _of_kind(fitting, kind, "int4")), default=0) >= _NO_GAIN_FROM:
         return ()
-    # The finest codes that leave half of the columns.
+    # Of the codes that leave at least half of the columns the finest, which CODED lists first.
     coded = chain.from_iterable(map(widest_form, CODED))
     wide = [choice for choice in coded if 2 * width(choice) >= widest.shape[1]]
     return (*widest_form(BY_COLUMN), *wide[:1])
 
 
 # ------------------------------------------------------------------------------
-# Arguments, and what is known of a model without its weights.
+# Arguments, and facts of a model that need no weights.
 
 
 def _refuse_following(model: nn.Module, located: Sequence[ShardedData]) -> None:
-    """Refuse tables whose rows are slots."""
-    # Not by class: it needs TorchRec. Of its modules those that translate ids have fates.
+    """Refuse following tables, whose rows are slots for ids."""
+    # The class can't be named here: it needs TorchRec. Its modules that translate ids have `fates`.
     names = set().union(*(getattr(module, "fates", ()) for module in model.modules()))
     fixed = [
         f"{table.name!r} ({number_of(table.shape[0], 'row')}, {size(dense_bytes([table]))})"
@@ -372,40 +398,42 @@ def _refuse_following(model: nn.Module, located: Sequence[ShardedData]) -> None:
         )
 
 
-def _most_on_a_rank(located: Sequence[ShardedData]) -> int:
-    """Return the bytes of the rank that holds most."""
+def _largest_rank_bytes(located: Sequence[ShardedData]) -> int:
+    """Return the bytes of the tables on the rank that holds the most of them."""
     held: Counter[int] = Counter()
     for data in located:
         for rank, rects in zip(data.ranks or (0,), data.tiling, strict=True):
-            held[rank] += sum(map(attrgetter("numel"), rects)) * data.dtype.itemsize
+            held[rank] += sum(rect.numel for rect in rects) * data.dtype.itemsize
     return max(held.values())
 
 
-def _shapes(tables: Any) -> tuple[TableShape, ...]:
+def _parse_shapes(tables: Any) -> tuple[TableShape, ...]:
     """Return the tables of a mapping of ``(rows, columns)`` by name, checked."""
     if not isinstance(tables, Mapping) or not tables:
         raise ValueError(
             f"Invalid model of type {type(tables).__name__}: must be a module, or shapes by table."
         )
-    found = []
+    parsed = []
     for name, shape in tables.items():
         try:
-            rows, columns = map(partial(checks.integer, "side", least=1), shape)
+            rows, columns = shape
+            rows = checks.integer("rows", rows, least=1)
+            columns = checks.integer("columns", columns, least=1)
         except (TypeError, ValueError):
             raise ValueError(
                 f"Invalid shape {shape!r} of {name!r}: must be (rows, columns), each >= 1."
             ) from None
-        found.append(TableShape(str(name), (rows, columns)))
-    return tuple(found)
+        parsed.append(TableShape(str(name), (rows, columns)))
+    return tuple(parsed)
 
 
-def _groups(rotate: Any, tables: Sequence[TableShape]) -> tuple[tuple[str, ...], ...]:
+def _rotated_groups(rotate: Any, tables: Sequence[TableShape]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of ``rotate``, checked."""
     columns = {table.name: table.shape[1] for table in tables}
     groups = tuple(map(tuple, rotation_groups(rotate or [], columns)))
     for group in groups:
-        widths = [*map(columns.get, group)]
-        if len({*widths}) > 1:
+        widths = list(map(columns.get, group))
+        if len(set(widths)) > 1:
             raise ValueError(f"Invalid {rotate=}: {list(group)} have {widths} columns.")
     return groups
 
@@ -415,9 +443,10 @@ def _groups(rotate: Any, tables: Sequence[TableShape]) -> tuple[tuple[str, ...],
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
-    found = asdict(choice)
-    found["served"]["total"] = choice.served.total
-    return found
+    values = asdict(choice)
+    # A property: asdict() leaves it out.
+    values["served"]["total"] = choice.served.total
+    return values
 
 
 # Arguments of export(), where a candidate is not named after its dtype.
@@ -481,9 +510,9 @@ def _call(what: str, *arguments: str) -> list[str]:
 
 
 # ------------------------------------------------------------------------------
-# Rows that training has never touched: removing them changes no prediction on what was trained.
+# Rows that training has never touched: removing them changes no prediction on training ids.
 
-# Adagrad's sums of squares for a shard, and their initial value, by the address of the shard.
+# Adagrad's sums of squared gradients of a shard, and their initial value, by the shard's address.
 Sums = dict[int, tuple[Tensor, float]]
 
 
@@ -504,63 +533,68 @@ def untouched_rows(
     Raises:
         ValueError: something in ``optimizer`` is no optimizer.
     """
-    world, here = world_group(), world_rank()
+    world = world_group()
+    rank = world_rank()
     with world.agreeing("plan()"):
-        # An optimizer may list fused tables that it never steps.
-        sums = _stepped_sums(located, optimizer) | fused_sums(model)
-    # Every rank must have the sums of all its shards.
+        # Fused sums come last and win: an optimizer may list fused tables, which it never steps.
+        sums = _optimizer_sums(located, optimizer) | fused_sums(model)
+    # A table counts only if each rank has the sums of all its shards.
     unknown = set().union(*world.all_gather_json(_without_sums(located, sums)))
     by_ranks: dict[tuple[int, ...], list[ShardedData]] = defaultdict(list)
     for data in located:
-        ranks = data.ranks or (here,)
-        # Only ranks of a table's group take part in its gather.
-        if here in ranks and data.name not in unknown:
+        ranks = data.ranks or (rank,)
+        # Only the ranks that hold a table take part in its gather.
+        if rank in ranks and data.name not in unknown:
             by_ranks[ranks].append(data)
     counts: dict[str, int] = {}
     # In one order on all ranks, or groups that overlap would wait for each other.
-    for _, tables in sorted(by_ranks.items(), key=itemgetter(0)):
-        touched = gather_rows(tables, partial(_touched, sums), _reported_rects)
+    for ranks in sorted(by_ranks):
+        touched = gather_rows(by_ranks[ranks], partial(_touched_flags, sums), _reported_rects)
         for name, flags in touched.items():
-            # Without a row that was touched, the sums say nothing.
+            # Of a table without a touched row, the sums say nothing.
             if flags.any():
                 counts[name] = int((~flags).sum())
+    # The ranks that hold a table have counted the same.
     return dict(ChainMap(*world.all_gather_json(counts)))
 
 
-def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
+def _optimizer_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
     """Return the sums that the given optimizers have for this rank's shards."""
-    found: Sums = {}
+    sums: Sums = {}
+    if optimizer is None:
+        return sums
     weights = [shard.tensor for data in located for shard in data.shards]
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for leaf in chain.from_iterable(map(leaves, filter(None, optimizers))):
-        parameters = list(chain.from_iterable(map(itemgetter("params"), leaf.param_groups)))
-        stepping = same_storage(parameters)
+    for leaf in chain.from_iterable(map(leaves, optimizers)):
+        parameters = list(chain.from_iterable(group["params"] for group in leaf.param_groups))
+        indices_of = same_storage(parameters)
         for weight in weights:
-            for place in stepping(weight):
-                state = sums_of(leaf, parameters[place], weight)
+            # A shard is a view of its parameter: only their memory shows that they belong together.
+            for index in indices_of(weight):
+                state = sums_of(leaf, parameters[index], weight)
                 if state is not None:
-                    found[weight.data_ptr()] = state
-    return found
+                    sums[weight.data_ptr()] = state
+    return sums
 
 
 def _without_sums(located: Sequence[ShardedData], sums: Sums) -> list[str]:
     """Return the names of the tables that have a shard without sums on this rank."""
-    found = set()
+    names = set()
+    # The address of an empty shard is 0: it has no row that could be untouched.
+    known = sums.keys() | {0}
     for data in located:
-        # The address of an empty shard is 0: it has no row that could be untouched.
-        held = {shard.tensor.data_ptr() for shard in data.shards}
-        if held - sums.keys() - {0}:
-            found.add(data.name)
-    return sorted(found)
+        if {shard.tensor.data_ptr() for shard in data.shards} - known:
+            names.add(data.name)
+    return sorted(names)
 
 
 def _reported_rects(data: ShardedData, rank: int) -> Sequence[Rect]:
-    """Return the rectangles that a rank reports. Copies that are trained apart see other batches;
-    of other replicas one reports for all."""
+    """Return the rectangles that a rank reports: all of a copy that trains apart, since each copy
+    sees other batches; otherwise those that it owns, so that one replica reports for all."""
     return data.tiling[rank] if data.copied else data.owned(rank)
 
 
-def _touched(sums: Sums, data: ShardedData, rect: Rect) -> Tensor:
+def _touched_flags(sums: Sums, data: ShardedData, rect: Rect) -> Tensor:
     """Return flags of the rows of a shard whose sum of squares has left its initial value: bool
     ``(rect.rows,)`` on the CPU."""
     if not rect.numel:

@@ -1,8 +1,8 @@
-"""Trials: within a block, a model has the weights that an artifact would serve; afterwards its own,
-bit for bit.
+"""`serving()`: within a block, a model has the weights that an artifact would serve; afterwards
+its own, bit for bit.
 
-Each rank changes its own shards. What is removed is chosen by sparsifiers, over all ranks; rows are
-rounded as :func:`~dist_sparse.export` rounds them. Rows that column borders cut travel in chunks:
+Each rank changes its own shards. Sparsifiers choose the removed rows, over all ranks; rows are
+rounded as :func:`~dist_sparse.export` rounds them. Rows that column borders cut are sent in chunks:
 no rank holds more than its shards, a copy of them, and a chunk.
 """
 
@@ -73,7 +73,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     with world.agreeing("a trial") as facts:
         located = {data.name: data for data in ModelTables(model).locate()}
         tables = list(located.values())
-        # export() refuses tables whose lookup it does not know; so does a trial.
+        # Called for its errors: export() refuses tables whose lookup it does not know.
         model_lookups(model, tables)
         check_candidate(model, candidate, located)
         check_range(tables, "fp32")
@@ -83,14 +83,14 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
             check_writable(data)
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
             weights += [shard.tensor.detach() for shard in data.shards]
-        # Rows that an attached enforcer has not masked yet are neither scored nor restored.
+        # Mask all rows now: an enforcer would otherwise zero dirty ones while others are scored.
         settle_all(weights)
         saved = [weight.clone() for weight in weights]
     try:
         with torch.no_grad():
             _remove_rows(model, candidate, located, world)
             bases = _rotate(candidate, located)
-            # A rotation may give weights that 16 bits can't hold.
+            # A rotation may produce weights that 16 bits can't hold.
             with world.agreeing("a trial"):
                 for data in tables:
                     dtype: Any = candidate.dtype_of(shape_of(data))
@@ -124,7 +124,7 @@ def check_candidate(
     for group in candidate.groups:
         check_group([located[name] for name in group])
     for name, data in located.items():
-        # In a group of several, outputs stay rotated: what reads them must be known.
+        # In a group of several, outputs stay rotated: refused unless only dot products read them.
         if not candidate.alone.get(name, True):
             find_lookup_for_dots([model], data)
         # Rows are scored and rounded whole, and each copy has rows of its own.
@@ -139,14 +139,15 @@ def _remove_rows(
     model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData], world: Group
 ) -> None:
     """Zero the rows that the candidate removes. Collective."""
-    # A sparsifier scores all of its tables alike, and only fused kernels have sums of squares.
+    # A sparsifier scores all of its tables alike, and only fused kernels have Adagrad's sums.
     by_kernel = defaultdict(list)
     for name in candidate.levels:
         by_kernel[str(located[name].kernel)].append(name)
-    # In one order on all ranks.
+    # Sorted: each sparsifier communicates, in one order on all ranks.
     for _, names in sorted(by_kernel.items()):
-        sparsifier = _Trained(model, names)
+        sparsifier = _FusedSumsSparsifier(model, names)
         unknown = sparsifier.unknown_tables(sparsifier.masks.tables.locate())
+        # On all ranks or on none, or they would compare different scores.
         if world.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
         for name in names:
@@ -160,14 +161,14 @@ def _rotate(candidate: Candidate, located: Mapping[str, ShardedData]) -> dict[st
     turned back. Collective."""
     turned_back: dict[str, Tensor] = {}
     for group in candidate.groups:
-        over = group_over(located[group[0]].ranks)
-        bases = bases_of(gram_matrices([located[name] for name in group], over), group)
-        # As in rotate(): all ranks use the bytes of the first.
-        share_([*bases.values()], over)
+        ranks = group_over(located[group[0]].ranks)
+        bases = bases_of(gram_matrices([located[name] for name in group], ranks), group)
+        # As in rotate(): bases may differ in the last bit, and all ranks use those of the first.
+        share_([*bases.values()], ranks)
         for name, basis in bases.items():
-            turn_(located[name], basis, over)
+            turn_(located[name], basis, ranks)
             width = candidate.shape(shape_of(located[name]))[1]
-            # A shard may begin to the right of the columns that stay.
+            # max(): a shard may begin to the right of the columns that stay.
             for rect, weight in located[name].shards:
                 weight.data[:, max(width - rect.col, 0) :] = 0
         if len(group) == 1:
@@ -177,20 +178,21 @@ def _rotate(candidate: Candidate, located: Mapping[str, ShardedData]) -> dict[st
 
 def _round(data: ShardedData, candidate: Candidate, basis: Tensor | None) -> None:
     """Round a table to its dtype, and turn it back. Collective over its ranks."""
-    over, shape = group_over(data.ranks), shape_of(data)
+    ranks = group_over(data.ranks)
+    shape = shape_of(data)
     dtype: Any = candidate.dtype_of(shape)
     if dtype == "codes":
-        # Books are of the columns that stay; behind them are zeros.
+        # Books of the columns that stay; the removed ones are zeros to their right.
         width = candidate.shape(shape)[1]
-        books = learn_books(sample_rows(data, over)[:, :width], candidate.codes(shape))
+        books = learn_books(sample_rows(data, ranks)[:, :width], candidate.codes(shape))
         change = partial(_through_codes, books, width)
     elif dtype == BY_COLUMN:
-        change = partial(_rounded, "int4", _column_scales(data, over))
+        change = partial(_rounded, "int4", _column_scales(data, ranks))
     else:
         change = partial(_rounded, dtype, None)
-    change_rows_(data, change, over)
+    change_rows_(data, change, ranks)
     if basis is not None:
-        turn_(data, basis.T, over)
+        turn_(data, basis.T, ranks)
 
 
 def _rounded(dtype: Dtype, scales: Tensor | None, rows: Tensor) -> Tensor:
@@ -198,29 +200,30 @@ def _rounded(dtype: Dtype, scales: Tensor | None, rows: Tensor) -> Tensor:
     return decode(encode(rows, dtype, of_columns), rows.shape[1])
 
 
-def _through_codes(books: Tensor, width: int, rows: Tensor) -> Tensor:
-    """Return rows as their nearest entries stand for them."""
+def _coded(books: Tensor, width: int, rows: Tensor) -> Tensor:
+    """Return rows encoded by the nearest entries of the books, and decoded again."""
     codes = torch.empty(len(rows), len(books), dtype=torch.uint8, device=rows.device)
     assign(rows[:, :width], books, codes)
-    found = decode_books(codes, books.to(rows.device), width)
-    return F.pad(found, (0, rows.shape[1] - width))
+    decoded = decode_books(codes, books.to(rows.device), width)
+    return F.pad(decoded, (0, rows.shape[1] - width))
 
 
-def _column_scales(data: ShardedData, over: Group) -> Tensor:
+def _column_scales(data: ShardedData, ranks: Group) -> Tensor:
     """Return the scales that export() gives the columns of a table. Collective over its ranks."""
-    columns, held = data.shape[1], dict(data.shards)
+    columns = data.shape[1]
+    weights = dict(data.shards)
     spread = ColumnSpread(columns)
-    for rect in data.owned(over.rank):
-        for some in chunks(rect.rows, columns):
-            # Zeros do not count.
-            spread.add(F.pad(held[rect][some], (rect.col, columns - rect.col_end)))
-    spread.counts = over.all_reduce(spread.counts)
+    for rect in data.owned(ranks.rank):
+        for rows in chunks(rect.rows, columns):
+            # Padded to the table's width with zeros, which do not count.
+            spread.add(F.pad(weights[rect][rows], (rect.col, columns - rect.col_end)))
+    spread.counts = ranks.all_reduce(spread.counts)
     return spread.scales()
 
 
-class _Trained(ImportanceSparsifier):
-    """Scores by the sums of a model's fused Adagrad optimizers. It needs no enforcer, so that
-    another one may be attached to the model."""
+class _FusedSumsSparsifier(ImportanceSparsifier):
+    """Score rows by the sums of a model's fused Adagrad optimizers. It reads them itself instead of
+    through an enforcer: the model may have another one attached."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__(sparsity_level=0.0, sparse_block_shape=(1, ROW), score="norm_accumulator")

@@ -1,10 +1,9 @@
-"""Schedulers of a sparsifier's configuration: a base class for your own, and ready ones.
-
-The ready ones need no code: curves over a window of steps, and functions of the step.
+"""Schedulers of a sparsifier's configuration: a base class for your own, and ready ones: curves
+over a window of steps, and functions of the step.
 
 Between the mask updates of a window ``scheduler.step()`` only counts, and ``sparsifier.step()``
-returns at once. The value in force at step t is the schedule's value at the latest update not after
-t, and ``initial`` before ``begin``, whatever happened in between: resuming needs one integer.
+returns at once. The value at step t is the schedule's value at the latest update not after t, and
+``initial`` before ``begin``. It depends on t alone, so that resuming needs one integer.
 Construction and ``load_state_dict`` check that all ranks have the same plan.
 """
 
@@ -41,7 +40,7 @@ __all__ = [
 T = TypeVar("T")
 Finals = float | str | Mapping[str, float | str]
 
-# Their values depend on the fraction of the way to ``end``.
+# Curves that need an ``end``: they depend on the fraction of the way to it.
 _GROWING = (curves.linear, curves.cubic, curves.cosine, curves.exponential)
 
 
@@ -117,50 +116,50 @@ class ReadyDataScheduler(BaseDataScheduler):
             ValueError: the state is invalid on some rank, or ranks have different ones; on every
                 rank.
         """
-        # The copy takes the state first; this scheduler takes the copy's once all ranks agree.
+        # The state is loaded into a copy, whose attributes this scheduler takes once all ranks
+        # agree. Until then it has not changed.
         loaded = copy.copy(self)
         try:
             BaseDataScheduler.load_state_dict(loaded, state_dict)
             # The state may name data that was squashed since.
             names = {**loaded.base_param, **loaded.data_sparsifier.data_groups}
         except Exception as error:
-            # Of any kind: the other ranks must raise too.
+            # Any error: the other ranks, which wait in an agreement, must raise too.
             self._refuse(ValueError(f"Invalid state of {type(self).__name__}: {error}."))
-        # The plan of the state, as the constructor checks its own.
+        # As the constructor does with its arguments.
         loaded._check_plan_everywhere(names)
         values = loaded._agreed_values()
 
         def commit() -> None:
-            # The sparsifier is the same object in both.
+            # The copy is shallow: both have the same sparsifier.
             self.__dict__.update(loaded.__dict__)
             self._apply(values)
 
         return values, commit
 
     def _next_values(self) -> Mapping[str, Any]:
-        """Return the values of this step. Collective at construction; later local, because ranks
-        have one plan, by step alone."""
+        """Return the values of this step. Collective at construction only: later, all ranks have
+        the same plan, and its values depend on the step alone."""
         if self._step_count == 1:
             return self._agreed_values()
-        # Between mask updates nothing is written: values set by hand stay.
+        # Between mask updates nothing is written: values that a user sets stay.
         return self._values_of_update() if self._updates_masks() else {}
 
     def _values_of_update(self) -> Mapping[str, Any]:
         """Return the values of a mask update. Local: equal plans have equal values."""
-        return self._ask()
+        return self._compute_values()
 
     def _agreed_values(self) -> Mapping[str, Any]:
-        """Return the values in force, once all ranks have the same plan. Collective over all
+        """Return the values of this step, once all ranks have the same plan. Collective over all
         ranks."""
-        return self._agreed_answer(world_group())
+        return self._local_values(world_group())
 
     def _updates_masks(self) -> bool:
         return self.window.updates(self.last_epoch)
 
-    def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        plan = {key: getattr(self, key) for key in ("begin", "end", "every")}
-        # As text: 1 and 1.0 are two plans.
-        return {**super()._facts(answer), **plan, "initial": repr(self.initial)}
+    def _facts(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        # The window has begin, end and every. initial as text: 1 and 1.0 are two plans.
+        return {**super()._facts(values), **vars(self.window), "initial": repr(self.initial)}
 
     def get_schedule_param(self) -> dict[str, Any]:
         """Return the values in force at step ``last_epoch``."""
@@ -177,11 +176,11 @@ class ReadyDataScheduler(BaseDataScheduler):
         raise NotImplementedError
 
     def _value(self, name: str, step: int | None, given: Any) -> Any:
-        """Return the value of the latest mask update ``step``; None is before ``begin``."""
+        """Return the value at the mask update of a step; None is before ``begin``."""
         raise NotImplementedError
 
     def _check_plan_everywhere(self, names: Iterable[str]) -> None:
-        """Raise on every rank what :meth:`_check_plan` raises on this one.
+        """Call :meth:`_check_plan`; raise its error on every rank.
 
         Each glob must match a name at construction and loading, and only then: data may be squashed
         later.
@@ -205,7 +204,7 @@ class ReadyDataScheduler(BaseDataScheduler):
 
     def _checked(self, what: str, value: object) -> Any:
         """Return ``value`` as a finite number; levels as floats in [0, 1], other ints stay ints."""
-        # Other keys of a configuration have other ranges.
+        # Only the range of levels is known here; the sparsifier checks other keys.
         is_level = self.schedule_param == "sparsity_level"
         return scheduled_level(what, value) if is_level else number(what, value)
 
@@ -310,7 +309,7 @@ class CurveDataScheduler(ReadyDataScheduler):
             value = self.curve(step, self.initial, given, self.begin, self.end)
         if value == UNTOUCHED:
             return value
-        # Keys such as zeros_per_block take ints only; levels are floats by now.
+        # Keys such as zeros_per_block take ints only. Levels are floats since _checked().
         only_ints = {type(self.initial), type(given)} == {int}
         return round(value) if only_ints else float(value)
 
@@ -320,7 +319,6 @@ class CurveDataScheduler(ReadyDataScheduler):
 
     def _check_plan(self) -> None:
         if self.end is None and self.curve in _GROWING:
-            # Their values depend on the end, which None leaves open.
             rule = "must have an end, an int >= begin; a constant level none"
             raise ValueError(f"Invalid end=None: {type(self).__name__} {rule}.")
         super()._check_plan()
@@ -331,23 +329,26 @@ class CurveDataScheduler(ReadyDataScheduler):
             self.final = self._checked("final", self.final)
 
     def _checked(self, what: str, value: object) -> Any:
-        found = super()._checked(what, value)
-        if found == UNTOUCHED:
+        checked = super()._checked(what, value)
+        if checked == UNTOUCHED:
             if self.curve is not curves.constant or what == "initial":
                 raise ValueError(
                     f"Invalid {what}={value!r}: the rows without a lookup are no level that rises:"
                     " the schedule must be constant or one-shot."
                 )
-            return found
-        if found >= 1 and self.curve is curves.exponential:
-            why = "equal fractions of the rest never remove everything"
-            raise ValueError(f"Invalid {what}={value!r}: must be < 1, because {why}.")
-        return found
+            return checked
+        if checked >= 1 and self.curve is curves.exponential:
+            raise ValueError(
+                f"Invalid {what}={value!r}: must be < 1, because equal fractions of the rest never"
+                " remove everything."
+            )
+        return checked
 
-    def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+    def _facts(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        # A callable object has no __name__.
         curve = getattr(self.curve, "__name__", type(self.curve).__name__)
         # As text: 1 and 1.0 are two plans, and the order of globs matters.
-        return {**super()._facts(answer), "final": repr(self.final), "curve": curve}
+        return {**super()._facts(values), "final": repr(self.final), "curve": curve}
 
 
 class ConstantDataScheduler(CurveDataScheduler):

@@ -10,27 +10,32 @@ from __future__ import annotations
 
 import reprlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from dist_sparse.checks import from_json, integer, plain, to_json
-from dist_sparse.groups import Facts, Group, ranks_text, world_group
+from dist_sparse.groups import Facts, Group, ranks_text, warn_on_first_rank, world_group
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 
-_WIRE = "the values of get_schedule_param()"
+# Subject of the error if a value is no JSON.
+_VALUES = "the values of get_schedule_param()"
 
 
 @dataclass
-class _Notes:
-    """Notes on a scheduler, stored with its sparsifier: ``step_count`` of the sparsifier when the
-    scheduler was constructed and when it last stepped; whether it has warned of overruled
-    values."""
+class _Record:
+    """Steps and warnings of a scheduler, stored with its sparsifier.
+
+    Args:
+        constructed: ``step_count`` of the sparsifier when the scheduler was constructed.
+        stepped: ``step_count`` of the sparsifier when the scheduler last stepped.
+        warned: it has warned of overruled values.
+    """
 
     constructed: int | None = None
     stepped: int | None = None
-    overruled: bool = False
+    warned: bool = False
 
 
 class BaseDataScheduler:
@@ -85,16 +90,17 @@ class BaseDataScheduler:
         groups = data_sparsifier.data_groups
         self.data_sparsifier = data_sparsifier
         self.schedule_param = schedule_param
-        # The values at construction; names added later have none.
+        # The values at construction. Names that are added later have none.
         self.base_param = {name: config.get(schedule_param) for name, config in groups.items()}
         self.last_epoch = last_epoch
         self._step_count = 0
         self.verbose = verbose
+        # As in torch.ao, whose schedulers warn in get_schedule_param() if this is False.
         self._get_sp_called_within_step = False
         self._last_param: dict[str, Any] = {}
         self.step()
-        # For the warning of a wrong order, which needs the sparsifier's count from here on.
-        self._noted().constructed = data_sparsifier.step_count
+        # If the sparsifier's count is still this one at the next step, the order is wrong.
+        self._record().constructed = data_sparsifier.step_count
 
     def get_schedule_param(self) -> Mapping[str, Any]:
         """Return the values for step ``self.last_epoch`` by name; names left out keep theirs.
@@ -120,8 +126,8 @@ class BaseDataScheduler:
         """
         # The constructor has taken the first step: this is the first call by the user.
         if self._step_count == 1:
-            self._check_order()
-        # get_schedule_param() reads the counters of the step that it computes.
+            self._warn_of_wrong_order()
+        # Counted before the values are computed: get_schedule_param() reads the counters.
         before = self.last_epoch, self._step_count
         self.last_epoch += 1
         self._step_count += 1
@@ -176,49 +182,49 @@ class BaseDataScheduler:
         return self._agreed_values()
 
     def _agreed_values(self) -> Mapping[str, Any]:
-        """Return rank 0's values; rank 0 warns where other ranks have others. Collective."""
+        """Return rank 0's values; rank 0 warns if other ranks have different ones. Collective."""
         group = world_group()
-        answer = self._agreed_answer(group)
-        # Nothing was sent, and nothing was converted.
+        values = self._local_values(group)
+        # One rank sends nothing: its values need not be JSON.
         if group.size == 1:
-            return answer
-        texts = group.all_gather_json(to_json(_WIRE, answer))
-        found = [from_json(_WIRE, text) for text in texts]
-        if group.rank == 0:
-            # On rank 0 alone: every rank would print the same.
-            self._warn_of_overruled(found, group.ranks)
-        # Equal values stay this rank's own objects: on the wire, a tuple and a list are the same.
-        overruled = _differing(found[0], found[group.rank])
-        return {**answer, **{name: found[0][name] for name in overruled}}
+            return values
+        texts = group.all_gather_json(to_json(_VALUES, values))
+        by_rank = [from_json(_VALUES, text) for text in texts]
+        self._warn_of_overruled(dict(zip(group.ranks, by_rank, strict=True)))
+        # Only overruled values are replaced: the others stay this rank's own objects, since JSON
+        # turns a list into a tuple.
+        overruled = _differing(by_rank[0], by_rank[group.rank])
+        return {**values, **{name: by_rank[0][name] for name in overruled}}
 
-    def _agreed_answer(self, group: Group) -> Mapping[str, Any]:
+    def _local_values(self, group: Group) -> Mapping[str, Any]:
         """Return this rank's values, once all ranks have valid ones for the same names.
         Collective."""
         with group.agreeing(f"step of {type(self).__name__}") as facts:
-            answer = self._ask()
+            values = self._compute_values()
             if group.size > 1:
-                # Values cross ranks as JSON.
-                to_json(_WIRE, answer)
-            facts.update(self._facts(answer))
-        return answer
+                # Refused here, where all ranks learn of it, and not when they are sent.
+                to_json(_VALUES, values)
+            facts.update(self._facts(values))
+        return values
 
-    def _ask(self) -> Mapping[str, Any]:
+    def _compute_values(self) -> Mapping[str, Any]:
+        """Call ``get_schedule_param()``; return its values with scalars as Python's. Local."""
         self._get_sp_called_within_step = True
         try:
-            answer = self.get_schedule_param()
+            values = self.get_schedule_param()
         finally:
             self._get_sp_called_within_step = False
-        # The sparsifier's, not base_param's: names added later take part.
+        # Not base_param: names that were added to the sparsifier later take part.
         known = self.data_sparsifier.data_groups
-        if unknown := sorted(answer.keys() - known.keys()):
+        if unknown := sorted(values.keys() - known.keys()):
             raise ValueError(
                 f"Invalid values of {type(self).__name__}.get_schedule_param(): unknown names "
                 f"{unknown}; the sparsifier has {list(known)}."
             )
         # Configurations are saved as JSON, which has no tensors.
-        return {name: plain(value) for name, value in answer.items()}
+        return {name: plain(value) for name, value in values.items()}
 
-    def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+    def _facts(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the facts that must be the same on all ranks."""
         facts = {
             "scheduler": type(self).__name__,
@@ -227,29 +233,32 @@ class BaseDataScheduler:
             "step count": self._step_count,
         }
         for name in self.data_sparsifier.data_groups:
-            facts[f"data {name!r}"] = "scheduled" if name in answer else "not scheduled"
+            facts[f"data {name!r}"] = "scheduled" if name in values else "not scheduled"
         return facts
 
-    def _warn_of_overruled(self, found: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
-        """Name the ranks whose values are not rank 0's. Once for each scheduler."""
-        notes, first = self._noted(), found[0]
-        overruled: dict[int, tuple[str, Any]] = {}
-        for rank, theirs in zip(ranks, found, strict=True):
-            if names := _differing(first, theirs):
-                overruled[rank] = names[0], theirs[names[0]]
-        if notes.overruled or not overruled:
+    def _warn_of_overruled(self, by_rank: Mapping[int, Mapping[str, Any]]) -> None:
+        """Warn, once for each scheduler, of the ranks whose values are not the first rank's."""
+        record = self._record()
+        first = next(iter(by_rank))
+        used = by_rank[first]
+        overruled = [rank for rank, values in by_rank.items() if _differing(used, values)]
+        if record.warned or not overruled:
             return
-        notes.overruled = True
-        (rank, (name, value)), *_ = overruled.items()
-        warnings.warn(
-            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is {value!r} on rank"
-            f" {rank} and {first[name]!r} on rank {ranks[0]}, whose values are used on all ranks."
-            f" Overruled, from now on without a warning: {ranks_text(list(overruled))}.",
-            UserWarning,
+        record.warned = True
+        # One value as an example.
+        rank = overruled[0]
+        name = _differing(used, by_rank[rank])[0]
+        warn_on_first_rank(
+            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is"
+            f" {by_rank[rank][name]!r} on rank {rank} and {used[name]!r} on rank {first}, whose"
+            " values are used on all ranks. Overruled, from now on without a warning:"
+            f" {ranks_text(overruled)}.",
             stacklevel=5,
         )
 
     def _apply(self, values: Mapping[str, Any]) -> None:
+        """Write values to the configurations, and decide whether the next step of the sparsifier
+        updates masks. Local."""
         sparsifier = self.data_sparsifier
         groups = sparsifier.data_groups
         for name, value in values.items():
@@ -258,53 +267,52 @@ class BaseDataScheduler:
                 print(f"Adjusting {self.schedule_param} for group {name} to {value}")
         param = self.schedule_param
         self._last_param = {name: config.get(param) for name, config in groups.items()}
-        self._noted().stepped = sparsifier.step_count
-        # Schedulers that have not stepped since the sparsifier did are not counted: the flag of one
-        # that has reached its end would stay in force for good.
+        self._record().stepped = sparsifier.step_count
+        # One update of any scheduler is enough. Only those that have stepped since the sparsifier
+        # did count: one that its user no longer steps would otherwise answer the same for good.
         sparsifier.enable_mask_update = any(
             scheduler._updates_masks()
-            for scheduler, notes in list(sparsifier.masks.schedulers.items())
-            if notes.stepped == sparsifier.step_count
+            for scheduler, record in list(sparsifier.masks.schedulers.items())
+            if record.stepped == sparsifier.step_count
         )
 
-    def _noted(self) -> _Notes:
-        """Return the notes on this scheduler. They are stored with the sparsifier, so that states
-        and copies have none."""
-        notes: _Notes = self.data_sparsifier.masks.schedulers.setdefault(self, _Notes())
-        return notes
+    def _record(self) -> _Record:
+        """Return the record of this scheduler. It is stored with the sparsifier, so that states and
+        copies of the scheduler have none."""
+        record: _Record = self.data_sparsifier.masks.schedulers.setdefault(self, _Record())
+        return record
 
     def _updates_masks(self) -> bool:
-        # A class of a user's has no window: its values may change at any step.
+        # A user's class has no window: its values may change at any step.
         return True
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Raise ``error`` on every rank."""
-        # The other ranks wait in the agreement of their first step.
+        """Raise ``error`` on this rank, and an error that quotes it on all others."""
+        # These wait in the agreement of their first step.
         world_group().agree(f"construction of {type(self).__name__}", Facts(), error)
         raise error
 
-    def _check_order(self) -> None:
-        """Warn at the second step ever if the sparsifier has not stepped since the first."""
+    def _warn_of_wrong_order(self) -> None:
+        """Warn if the sparsifier has not stepped since the scheduler was constructed."""
         sparsifier = self.data_sparsifier
-        # A copy has none.
-        notes = sparsifier.masks.schedulers.get(self, _Notes())
-        # An instance attribute hides the method that counts.
+        # Not _record(): a copy of a scheduler has none, and must not get one by asking.
+        record = sparsifier.masks.schedulers.get(self, _Record())
+        # An instance attribute hides the method, which counts the calls.
         if "step" in vars(sparsifier):
-            warnings.warn(
+            text = (
                 "The step of the data sparsifier has been replaced, so its calls cannot be counted."
-                " Call `data_sparsifier.step()` before `scheduler.step()`.",
-                UserWarning,
-                stacklevel=3,
+                " Call `data_sparsifier.step()` before `scheduler.step()`."
             )
-        elif sparsifier.step_count == notes.constructed:
-            warnings.warn(
+        elif sparsifier.step_count == record.constructed:
+            text = (
                 "`scheduler.step()` was called before `data_sparsifier.step()`: the first "
-                "scheduled value has never been used. Call `data_sparsifier.step()` first.",
-                UserWarning,
-                stacklevel=3,
+                "scheduled value has never been used. Call `data_sparsifier.step()` first."
             )
+        else:
+            return
+        warnings.warn(text, UserWarning, stacklevel=3)
 
 
-def _differing(first: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+def _differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names with another value, compared as text: NaN is NaN, and types count too."""
-    return [name for name, value in first.items() if repr(value) != repr(theirs[name])]
+    return [name for name, value in first.items() if repr(value) != repr(other[name])]

@@ -41,7 +41,8 @@ class Window:
     every: int
 
     def __post_init__(self) -> None:
-        # The dataclass is frozen; NumPy integers become Python's.
+        # object.__setattr__, because the dataclass is frozen. NumPy integers become Python's, which
+        # states can hold.
         object.__setattr__(self, "begin", integer("begin", self.begin, least=0))
         if self.end is not None:
             object.__setattr__(self, "end", integer("end", self.end))
@@ -56,8 +57,8 @@ class Window:
     def updates(self, step: int) -> bool:
         """Return whether masks are updated at ``step``."""
         # The end is an update even off the grid of every: there the final level is reached.
-        in_order = (step - self.begin) % self.every == 0 or step == self.end
-        return in_order and self.begin <= step <= self._last
+        on_grid = (step - self.begin) % self.every == 0 or step == self.end
+        return on_grid and self.begin <= step <= self._last
 
     def last_update(self, step: int) -> int | None:
         """Return the latest update not after ``step``, whose value is in force at ``step``; None
@@ -74,7 +75,7 @@ def progress(step: int, begin: int, end: int | None) -> float:
     """Return the fraction of the window that has passed at ``step``. A window of one step is done
     at once."""
     assert end is not None, "a curve that grows needs an end; its class has checked that"
-    # The length of a window of one step is not divided by.
+    # max(..., 1): at the only step of a window of one step, `step >= end` holds already.
     return 1.0 if step >= end else max(step - begin, 0) / max(end - begin, 1)
 
 
@@ -108,19 +109,20 @@ def exponential(step: int, initial: float, final: float, begin: int, end: int | 
 
     Needs ``initial < 1`` and ``final < 1``: equal fractions never remove everything.
     """
-    # From 0 at begin to 1 at end.
-    done = progress(step, begin, end)
-    # The density itself is interpolated, as a geometric mean with weights that sum to 1.
-    kept = (1.0 - initial) ** (1.0 - done) * (1.0 - final) ** done
-    return _clip(1.0 - kept, initial, final, done)
+    fraction = progress(step, begin, end)
+    # The density is the geometric mean of its two ends, with weights that sum to 1.
+    density = (1.0 - initial) ** (1.0 - fraction) * (1.0 - final) ** fraction
+    return _clip(1.0 - density, initial, final, fraction)
 
 
-def _mix(initial: float, final: float, share: float) -> float:
-    return _clip(initial + (final - initial) * share, initial, final, share)
+def _mix(initial: float, final: float, fraction: float) -> float:
+    return _clip(initial + (final - initial) * fraction, initial, final, fraction)
 
 
-def _clip(value: float, initial: float, final: float, share: float) -> float:
-    """Return exactly ``initial`` at 0 and ``final`` at 1: rounding must not change the two."""
-    ends = {0.0: initial, 1.0: final}
-    # Nor may it leave the interval, which descends where final is below initial.
-    return ends.get(share, min(max(value, min(initial, final)), max(initial, final)))
+def _clip(value: float, initial: float, final: float, fraction: float) -> float:
+    """Undo the rounding of a curve's value at a fraction of its way."""
+    # Exactly the ends, as the module promises.
+    if fraction in (0.0, 1.0):
+        return final if fraction else initial
+    # A curve may descend: `final` may be the lower end of the interval.
+    return min(max(value, min(initial, final)), max(initial, final))

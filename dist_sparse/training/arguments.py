@@ -1,5 +1,5 @@
-"""Arguments of :func:`~dist_sparse.sparsify`, checked and resolved: alone, then for the tables of a
-model, and last a budget of bytes as levels.
+"""Arguments of :func:`~dist_sparse.sparsify`, checked and resolved in three parts: without a model
+(:class:`SparsifyArgs`), by table of a model, and from a budget of bytes to levels.
 
 Names are case-insensitive (``"l2"``, ``"cubic"``, ``"row"``), and an unknown one raises an error
 that lists the known.
@@ -49,9 +49,8 @@ Schedule = (
 
 
 def _one_shot(*args: Any, end: int, every: int, **kwargs: Any) -> schedulers.ReadyDataScheduler:
-    return schedulers.OneShotDataScheduler(
-        *args, **kwargs
-    )  # at begin: it has neither end nor every
+    # The class takes neither: its only update is at begin.
+    return schedulers.OneShotDataScheduler(*args, **kwargs)
 
 
 _SCHEDULES: dict[str, Callable[..., schedulers.ReadyDataScheduler]] = {
@@ -70,13 +69,14 @@ class SparsifyArgs:
     as far as they need no model.
 
     Attributes:
-        budget: bytes, or a fraction of them as a float.
-        block: ``(rows, columns)``, text parsed; checked for each table.
-        every: cut to ``end - begin``, so that ``level`` is reached in at least two mask updates.
-        norm, optimizer_state: as the parts spell them.
-        score: None tries ``"norm_accumulator"`` first, and then the norm.
-        schedule: makes the scheduler.
-        auto: ``level`` was ``"auto"``, and is now the largest that leaves something.
+        level: ``"auto"`` has become the largest number below 1.
+        budget: bytes as an int, or a fraction of them as a float.
+        block: ``(rows, columns)``, text parsed; checked for each table later.
+        every: at most ``end - begin``, so that ``level`` is reached in at least two mask updates.
+        norm, optimizer_state: in the case that the parts use.
+        score: None is ``"norm_accumulator"`` if its sums are known of all tables, else the norm.
+        schedule: a callable that constructs the scheduler.
+        auto: ``level`` was ``"auto"``.
 
     Raises:
         ValueError: an argument is invalid.
@@ -108,16 +108,17 @@ class SparsifyArgs:
         window = Window(begin=self.begin, end=self.end, every=self.every)
         self.begin, self.end, self.every = window.begin, window.end, window.every
         if self.end is not None:
-            # Otherwise a short schedule would have a single update, at its first level.
+            # Otherwise a schedule shorter than `every` would have one update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
         self.auto = self.level == "auto"
         if self.auto:
-            # Equal steps, until one block is left: capped where the blocks of a table are known.
+            # Up to one block of each table in equal steps. final_levels() caps the level where the
+            # number of blocks is known; 1.0 would mean all blocks.
             self.level = math.nextafter(1.0, 0.0)
             self.schedule = self.schedule or "linear"
         for argument, check in _CHECKS.items():
             value = getattr(self, argument)
-            # What else may not be None is refused where it is used.
+            # Arguments that may not be None are refused where they are used.
             if value is not None:
                 setattr(self, argument, check(argument, value))
         self.min_rows = checks.integer("min_rows", self.min_rows, least=0)
@@ -128,25 +129,24 @@ class SparsifyArgs:
 
     def _take_defaults(self) -> None:
         if self.schedule is None:
-            self.schedule = (
-                schedulers.ConstantDataScheduler
-                if self.end is None
-                else schedulers.CubicDataScheduler
-            )
+            # A curve that rises needs an end.
+            self.schedule = _SCHEDULES["constant" if self.end is None else "cubic"]
+        # "norm_accumulator", the default elsewhere, reads an optimizer's sums of whole rows, and
+        # would ignore a norm.
         if self.score is None and (self.norm is not None or self.block != (1, ROW)):
-            # "norm_accumulator" reads an optimizer's sums of whole rows, and has no norm.
             self.score = "norm"
-        self.norm, self.rotate = self.norm or "L2", self.rotate or []
-        self.decay = 1.0 if self.decay is None else self.decay
+        for argument, default in {"norm": "L2", "rotate": [], "decay": 1.0}.items():
+            if getattr(self, argument) is None:
+                setattr(self, argument, default)
 
     def _refuse_conflicts(self) -> None:
-        given = f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
+        one = f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
         decay = f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts"
-        turned = "Invalid scope='global' with rotate: rotated columns are removed by position."
+        rotated = "Invalid scope='global' with rotate: rotated columns are removed by position."
         rules = {
-            given: (self.level is None) == (self.budget is None),
+            one: (self.level is None) == (self.budget is None),
             f"{decay} lookups.": self.decay is not None and self.score != "frequency",
-            turned: self.scope == "global" and self.rotate is not None,
+            rotated: self.scope == "global" and self.rotate is not None,
         }
         checks.refuse(rules)
 
@@ -159,27 +159,27 @@ class SparsifyArgs:
                     f"Invalid begin={self.begin} with level='untouched': there is one mask update,"
                     " at end; schedule='constant' updates masks from begin to end."
                 )
-            # Before the end, rows that are yet to be looked up would be removed.
+            # Once, at the end: earlier, rows that are looked up later would be removed.
             self.begin = self.end
             self.every = 1
             self.schedule = _one_shot
 
     def facts(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the arguments by name, as JSON can hold them, for ranks to compare.
+        """Return the arguments by name, JSON-able, for ranks to compare.
 
         Args:
             names: of all tables.
         """
-        # Ranks compare text: a class crosses no rank. Of several globs that match a level or a
-        # floor, the last counts: text keeps their order.
+        # As text, which keeps the order of the globs: the last that matches counts.
         text = {"level": str(self.level), "floor": str(self.floor)}
+        # A class can't be sent: its name is compared.
         schedule = getattr(self.schedule, "__name__", type(self.schedule).__name__)
         rotate = rotation_groups(self.rotate, names)
         return {**vars(self), **text, "schedule": schedule, "rotate": rotate}
 
 
 def _by_glob(given: Levels | Mapping[str, None] | None) -> Mapping[str, Any]:
-    """Return what was given for all tables, or for none, as a mapping by globs."""
+    """Return a value for all tables as a mapping by globs; None is empty."""
     if given is None:
         return {}
     return given if isinstance(given, Mapping) else {"*": given}
@@ -193,23 +193,24 @@ def _levels(
         return level
     if not given:
         raise ValueError(f"Invalid {argument}={given!r}: must have a name or glob.")
-    # In the order of the mapping, which decides where several globs match.
-    return {str(name): check(f"{argument}[{name!r}]", each) for name, each in given.items()}
+    # In the order of the mapping: the last glob that matches counts.
+    return {str(name): check(f"{argument}[{name!r}]", level) for name, level in given.items()}
 
 
 def _schedule(argument: str, given: Any) -> Any:
+    # The class of a scheduler.
     if callable(given):
-        return given  # a scheduler's class
+        return given
     more = " or the class of a ready scheduler"
     return _SCHEDULES[checks.choice(argument, given, _SCHEDULES, more)]
 
 
 def _glob_list(argument: str, given: object) -> bool | list[str]:
-    # Sorted: a set of globs has another order on each rank. "dense" may be a bool.
+    # Sorted: ranks are compared, and a set has another order on each. "dense" may be a bool.
     return given if isinstance(given, bool) else sorted(checks.name_list(argument, given))
 
 
-# By argument the check of its value: takes both, and returns what the value means.
+# The check of each argument: takes its name and value, and returns the value resolved.
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "level": _levels,
     "budget": lambda _, given: parse_budget(given),
@@ -234,17 +235,16 @@ def left_dense(
     located: Located,
     args: SparsifyArgs,
 ) -> dict[str, str]:
-    """Return the tables that are not pruned, with the reason, in the order of the model: protected
-    ones, frozen ones, those with fewer than ``min_rows`` rows, position embeddings that no glob of
-    ``include`` matches, and, if groups of tables are rotated, tables in no group: nothing could
-    make them narrower.
+    """Return the tables that are not pruned, with the reason: protected ones, frozen ones, those
+    with fewer than ``min_rows`` rows, position embeddings that no glob of ``include`` matches, and,
+    if groups of tables are rotated, tables in no group: nothing could make them narrower.
 
     Raises:
         ValueError: none is pruned, a glob of ``args.protect`` matches no table, or a table to
             rotate is left dense.
     """
-    reasons = _reasons(model, modules, located, args)
-    # "table" means each table that is pruned; groups are names that a user expects to be rotated.
+    reasons = _dense_reasons(model, modules, located, args)
+    # "table" is each table that is pruned. Groups name tables, which a user expects to be rotated.
     if args.rotate and args.rotate != "table":
         rotated = set(chain.from_iterable(rotation_groups(args.rotate, located)))
         if rotated & reasons.keys():
@@ -258,37 +258,36 @@ def left_dense(
     return reasons
 
 
-def _reasons(
+def _dense_reasons(
     model: nn.Module,
     modules: Iterable[nn.Module],
     located: Located,
     args: SparsifyArgs,
 ) -> dict[str, str]:
-    """Return why tables are not pruned, by name, whatever is rotated."""
+    """Return why tables stay dense, by name, rotation not considered."""
     guarded = protected(located, checks.name_list("protect", args.protect))
     included = dict.fromkeys(checks.name_list("include", args.include))
-    # Shards are views of parameters: only their memory tells which one they belong to.
-    frozen = same_storage([p for p in model.parameters() if not p.requires_grad])
+    # Shards are views of parameters. Whether a parameter is frozen, or an embedding, is known of
+    # itself alone, and only the memory of a shard shows to which one it belongs.
+    is_frozen = same_storage([p for p in model.parameters() if not p.requires_grad])
     embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
-    tables = same_storage(list(nn.ModuleList(embeddings).parameters()))
+    is_embedding = same_storage(list(nn.ModuleList(embeddings).parameters()))
     reasons = {}
     for name, data in located.items():
-        # A shard's tensor is not the parameter that knows whether it is trained.
+        # Empty for tables of sharded collections, which are embeddings, and trained.
         whole = [shard.tensor for shard in data.shards if data.sharding == "replicated"]
+        # The others were selected by dense=: a small one, or any name, is no reason.
+        is_table = not whole or any(map(is_embedding, whole))
+        few = f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}"
+        # Of several rules that hold, the last is reported.
         rules = {
-            "frozen (requires_grad=False)": any(map(frozen, whole)),
+            "position embeddings; include= prunes them": (
+                is_table and _is_of_positions(data, included)
+            ),
+            few: is_table and data.shape[0] < args.min_rows,
+            "frozen (requires_grad=False)": any(map(is_frozen, whole)),
             "protected": name in guarded,
         }
-        # Other parameters are what dense= selects: size and name are no reason there.
-        if not whole or any(map(tables, whole)):
-            few = f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}"
-            positions = "position embeddings; include= prunes them"
-            of_tables = {
-                positions: _is_of_positions(data, included),
-                few: data.shape[0] < args.min_rows,
-            }
-            rules = of_tables | rules
-        # The last rule that holds is the reason.
         for reason, holds in rules.items():
             if holds:
                 reasons[name] = reason
@@ -302,13 +301,12 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def _is_of_positions(data: ShardedData, included: Mapping[str, None]) -> bool:
-    """Whether a whole word of its names says so, and no glob includes it: ``_pos_emb`` and
-    ``PositionEmbedding`` do, ``composer`` does not.
+    """Whether a whole word of its names says so (``_pos_emb`` and ``PositionEmbedding`` do,
+    ``composer`` does not), and no glob includes it.
 
-    Every sequence reads all positions up to its length, so that no row of such a table can go
-    unnoticed.
+    Every sequence reads all positions up to its length: each row that is removed is missed.
     """
-    # Whole words, split at underscores, dots, digits and humps.
+    # Words are split at underscores, dots, digits and capitals.
     words = _WORD.findall(f"{data.name} {data.fqn}")
     return not (_POSITIONS.isdisjoint(map(str.lower, words)) or _matching(data, included))
 
@@ -328,20 +326,19 @@ def by_table(
     pruned: Located,
     left_dense: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the value of each pruned table that has one, by name: of several globs that match, the
-    last counts.
+    """Return the value of each pruned table that a glob matches, by name; the last match counts.
 
     Raises:
         ValueError: a glob matches no table that is pruned.
     """
     globs = _by_glob(given)
     matching = {name: _matching(data, globs) for name, data in pruned.items()}
-    # A glob may match tables that stay dense, if it matches one that does not.
+    # A glob may match dense tables too, but not them alone: it would have no effect.
     unused = sorted(globs.keys() - set(chain.from_iterable(matching.values())))
     if unused:
         known = f"{list(pruned)}; left dense: {_listed(left_dense)}"
         raise ValueError(f"Invalid {argument}: {unused} match none of {known}.")
-    return {name: globs[found[-1]] for name, found in matching.items() if found}
+    return {name: globs[matches[-1]] for name, matches in matching.items() if matches}
 
 
 def _matching(data: ShardedData, globs: Mapping[str, Any]) -> list[str]:
@@ -373,18 +370,17 @@ def final_levels(
     finals = by_table("level", args.level, pruned, left_dense)
     for name, level in finals.items():
         blocks = _blocks_of(pruned[name], args.block)
-        # It would round to all blocks.
+        # A level below 1 that rounds to all blocks leaves one.
         if level not in (1, checks.UNTOUCHED) and round(level * blocks) >= max(blocks, 1):
             finals[name] = (blocks - 1) / blocks
     return finals
 
 
-# Bytes to levels: how much of each table is removed so that all tables together take no more than
-# a budget.
+# From a budget of bytes to levels.
 #
-# A budget counts what is served in the dtype of training, as
-# :class:`~dist_sparse.planning.candidates.Candidate` does: the kept weights, what finds them, what
-# turns rotated tables back, and the tables that stay dense.
+# A budget counts the bytes that are served in the dtype of training, as
+# `planning.candidates.Candidate` does: kept weights, the index that finds them, the bases that turn
+# rotated tables back, and the tables that stay dense.
 
 
 def parse_budget(budget: object) -> float:
@@ -403,7 +399,7 @@ def parse_budget(budget: object) -> float:
     value: Any = budget
     if percent := re.fullmatch(r"(\d+(?:\.\d*)?) ?%", str(budget), re.ASCII):
         value = float(percent[1]) / 100
-    # By type: 1 is a byte, 1.0 is all of them.
+    # By type: 1 is one byte, 1.0 all of them. type(), because a bool is an int too.
     most = {int: math.inf, float: 1.0}
     if type(value) not in most or not 0 <= value <= most[type(value)]:
         raise ValueError(
@@ -436,7 +432,7 @@ def budget_levels(
             saves no bytes; or tables of one group of ``rotate``, which are as wide as the widest,
             have different floors.
     """
-    # Size of the group that each rotated table is in.
+    # Number of tables in the group of each rotated table.
     sizes: dict[str, int] = {}
     for group in rotation_groups(args.rotate, pruned):
         kept = {name: floors.get(name, 0.0) for name in group}
@@ -452,14 +448,17 @@ def budget_levels(
         floor = floors.get(name, 0.0)
         tables.append(_PrunedTable(data, shape, floor, sizes.get(name, 0)))
     total = _dense_bytes(located)
-    together = args.scope == "global"
     dense = total - _dense_bytes(pruned)
+    is_global = args.scope == "global"
 
-    def served(step: int, together: bool) -> int:
-        return dense + sum(table.served_bytes(table.removed_at(step, together)) for table in tables)
+    def served(step: int, is_global: bool) -> int:
+        return dense + sum(
+            table.served_bytes(table.removed_at(step, is_global)) for table in tables
+        )
 
     room = args.budget if isinstance(args.budget, int) else round(args.budget * total)
-    least = served(_STEPS, together=False)
+    # What no scope can go below: floors hold over all tables together too.
+    least = served(_STEPS, is_global=False)
     most = f"all tables take {total}, so that nothing would be removed."
     few = (
         f"{least} are the least. Tables that are left dense take {dense} of them, and of each other"
@@ -467,9 +466,9 @@ def budget_levels(
     )
     of = f"Invalid budget of {room} bytes"
     checks.refuse({f"{of}: {most}": room >= total, f"{of}: {few}": room < least})
-    # Bytes never grow with the level, so the first level that fits is the lowest.
-    lowest = bisect_left(range(_STEPS), True, key=lambda step: served(step, together) <= room)
-    return {t.data.name: t.removed_at(lowest, together) / max(t.blocks, 1) for t in tables}
+    # Bytes never grow with the level: a binary search finds the lowest level that fits.
+    lowest = bisect_left(range(_STEPS), True, key=lambda step: served(step, is_global) <= room)
+    return {t.data.name: t.removed_at(lowest, is_global) / max(t.blocks, 1) for t in tables}
 
 
 def _blocks_of(data: ShardedData, block: tuple[int | str, int | str]) -> int:
@@ -477,7 +476,7 @@ def _blocks_of(data: ShardedData, block: tuple[int | str, int | str]) -> int:
     return grid_of(Rect(0, 0, *data.shape), shape).blocks
 
 
-# Levels that are tried are multiples of one part in so many: float64 holds them exactly.
+# The search is over multiples of 1 / _STEPS: float64 holds all of them exactly.
 _STEPS = 2**53
 
 
@@ -487,8 +486,7 @@ class _PrunedTable:
 
     Args:
         floor: least fraction of blocks that it keeps.
-        group: number of tables that are rotated together with it, itself counted; 0 if it is not
-            rotated.
+        group: number of tables in its rotated group; 0 if it is not rotated.
     """
 
     data: ShardedData
@@ -517,23 +515,23 @@ class _PrunedTable:
 
     @property
     def most_removed(self) -> int:
-        """The most blocks that it may lose: its floor stays, and one block of any table."""
-        # Products such as 0.1 * 30 lie a little above an integer.
+        """The most blocks that it may lose: its floor stays, and at least one block."""
+        # - 1e-9: products such as 0.1 * 30 are a rounding error above an integer.
         floor = math.ceil(self.floor * self.blocks - 1e-9)
         return self.blocks - max(floor, min(self.blocks, 1))
 
-    def removed_at(self, step: int, together: bool) -> int:
-        """Blocks removed at the level ``step / _STEPS``."""
+    def removed_at(self, step: int, is_global: bool) -> int:
+        """Return the number of blocks removed at the level ``step / _STEPS``."""
         removed = math.ceil(step / _STEPS * self.blocks)
-        # Over all tables together, the sparsifier itself moves what a floor keeps to other tables.
-        return removed if together else min(removed, self.most_removed)
+        # With scope="global" the sparsifier removes elsewhere the blocks that a floor keeps.
+        return removed if is_global else min(removed, self.most_removed)
 
     def served_bytes(self, removed: int) -> int:
         """Return the bytes of the table without so many blocks."""
-        (rows, columns) = self.data.shape
+        rows, columns = self.data.shape
         itemsize = self.data.dtype.itemsize
         kept = self.blocks - removed
-        # Whole rows: the kept ones are stored one after another, and found through the index.
+        # Whole rows: the kept ones are stored in sequence, and an index finds them.
         if not self.group:
             return kept * math.prod(self.block) * itemsize + index_bytes(rows)
         width = narrow_width(kept * self.block[1], columns)

@@ -1,14 +1,17 @@
-"""A level that asks first: mask updates wait for validations, and one that costs quality is undone.
+"""Guarded mask updates: each waits for a validation, and one that costs quality is undone.
 
 Phases of an update under a :class:`Guard`:
 
-1. It happens when the schedule has one, unless the one before waits for its validation. Then it is
-   *owed*: it happens at the first step after that validation, at the level that is scheduled then.
-2. What it removes is kept (``sparsifiers.masks.LastUpdate``), and it is *pending*.
-3. A validation accepts it, and what was kept is released; or undoes it, and the schedule ends.
+1. The schedule has an update, and it happens, unless the update before still waits for its
+   validation. Then it is *owed*: it happens at the first step after that validation, at the level
+   that is scheduled then.
+2. It has happened and is *pending*. The weights that it removed are kept
+   (``sparsifiers.masks.LastUpdate``).
+3. A validation accepts it, and the kept weights are released; or undoes it, and the schedule ends.
 
-All decisions follow from numbers that all ranks have in common: a guard does not communicate.
-Below it is the state of a whole training, which has the guard's.
+Every rank decides alike from the same numbers: a guard does not communicate.
+
+The second half of the module saves and loads the state of a whole training, guard included.
 """
 
 from __future__ import annotations
@@ -37,13 +40,13 @@ from dist_sparse.sparsifiers.score import SCOPES
 
 Mode = Literal["max", "min"]
 
-# By mode what a metric is multiplied by, so that larger is better.
+# Factor of a metric by mode: times it, larger is better in both modes.
 _SIGNS = {"max": 1.0, "min": -1.0}
 
 
 @dataclass(kw_only=True)
 class GuardState:
-    """What a guard knows, as it is saved: JSON-able.
+    """State of a guard, as it is saved: JSON-able.
 
     Args:
         active: mask updates wait for validations.
@@ -75,7 +78,7 @@ class GuardState:
         fresh = asdict(cls())
         _check_keys("The guard of the state", given, set(fresh))
         for name, value in given.items():
-            # A new state is valid: its values are False and None.
+            # The values of a new state, False and None, are valid; the checks below take neither.
             if value is not fresh[name]:
                 _STATE[name](f"{name} of the guard", value)
         return cls(**given)
@@ -86,7 +89,7 @@ def _flag(name: str, value: object) -> None:
         raise ValueError(f"Invalid {name}={value!r}: must be a bool.")
 
 
-# The checks of what differs from a new `GuardState`.
+# The check of each saved value that differs from a new `GuardState`'s.
 _STATE: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("active", "waiting", "owed"), _flag),
     **dict.fromkeys(("pending", "accepted", "undone"), partial(checks.integer, least=0)),
@@ -96,52 +99,62 @@ _STATE: Mapping[str, Callable[[str, Any], Any]] = {
 
 
 class Guard:
-    """Holds mask updates back until the last one is validated, and undoes one that is not.
+    """Delay each mask update until the one before is validated, and undo one that fails.
 
     Args:
         sparsifier, scheduler: of the training.
-        asks_first: no update happens before the first validation.
+        guarded: delay the first update too, until the first validation.
     """
 
     def __init__(
-        self, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, asks_first: bool
+        self,
+        sparsifier: ImportanceSparsifier,
+        scheduler: ReadyDataScheduler,
+        guarded: bool,
     ) -> None:
-        self._sparsifier, self._scheduler = sparsifier, scheduler
-        self._warns = asks_first
-        self.put(GuardState(active=asks_first, waiting=asks_first))
+        self._sparsifier = sparsifier
+        self._scheduler = scheduler
+        self._warns = guarded
+        self.put(GuardState(active=guarded, waiting=guarded))
 
     def put(self, state: GuardState) -> None:
-        """Replace the state. What was kept of the last update is forgotten."""
-        self.state, self._last = state, LastUpdate()
+        """Replace the state. The weights that the last update removed are released."""
+        self.state = state
+        self._last = LastUpdate()
         self._sparsifier.masks.undo = self._last if state.active else None
 
     def before_step(self) -> None:
-        """Let the mask update of this step happen, if there is one, or hold it back."""
+        """Allow or delay the mask update of this step: set ``enable_mask_update``, which the
+        sparsifier's next step reads."""
         state, sparsifier = self.state, self._sparsifier
         if not state.active:
             return
-        if self._warns and state.mode is None and state.owed and sparsifier.enable_mask_update:
+        # The schedule has set the flag for this step. An owed update counts as one of this step.
+        state.owed |= sparsifier.enable_mask_update
+        if self._warns and state.mode is None and state.owed:
             self._warns = False
             warn_on_first_rank(
                 'level="auto" has pruned nothing so far: no mask update happens before the first'
                 " validation. Call guard(metric) with the metric of each.",
                 stacklevel=4,
             )
-        state.owed |= sparsifier.enable_mask_update
         sparsifier.enable_mask_update = False
         if not state.waiting:
-            sparsifier.enable_mask_update, state.owed = state.owed, False
+            sparsifier.enable_mask_update = state.owed
+            state.owed = False
 
     def after_step(self) -> None:
-        """Note the mask update of this step, if it happened."""
+        """Record the mask update of this step, if it happened."""
         state, step = self.state, self._scheduler.last_epoch
+        # Still as before_step() has set it.
         if not state.active or not self._sparsifier.enable_mask_update:
             return
         if self._sparsifier.masks.tables.keeps_all:
             # An update at level 0 has removed nothing that a metric could miss.
             state.accepted = step
         else:
-            state.pending, state.waiting = step, True
+            state.pending = step
+            state.waiting = True
 
     def check(self, metric: object, mode: object) -> float:
         """Return the metric of a validation, checked. Changes nothing.
@@ -150,13 +163,13 @@ class Guard:
             ValueError: it is not finite, or of another mode than before, weights were removed
                 before the first validation, or the last update can't be undone.
         """
-        # A metric of torch's: reading it waits for its device, once a validation.
+        # squeeze(): a metric of shape (1,) is one number too. Reading it waits for the device.
         if isinstance(metric, Tensor):
             metric = checks.plain(metric.squeeze())
         value = checks.number("metric", metric)
         state = self.state
-        masks = self._sparsifier.masks
-        scored = self._sparsifier
+        sparsifier = self._sparsifier
+        masks = sparsifier.masks
         rules: dict[str, object] = {
             f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in _SIGNS,
             f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
@@ -165,8 +178,10 @@ class Guard:
                 not isinstance(self._scheduler, CurveDataScheduler)
             ),
             "guard() can't undo updates that rotate tables.": masks.rotation is not None,
-            # Of counted lookups alone; it is 1 otherwise.
-            f"guard() can't undo the decay={scored.decay} of counts of lookups.": scored.decay < 1,
+            # An update shrinks the counts of lookups. Other scores count none: decay is 1.
+            f"guard() can't undo the decay={sparsifier.decay} of counts of lookups.": (
+                sparsifier.decay < 1
+            ),
             "The first guard() must come before the first mask update that removes weights: its"
             " metric is the reference, and nothing was kept of earlier updates. Validate before"
             " begin=, or begin later.": state.mode is None and not masks.tables.keeps_all,
@@ -176,31 +191,41 @@ class Guard:
         return float(value)
 
     def judge(self, metric: float, tolerance: float, mode: Mode) -> GuardCheck:
-        """Accept the pending update, or undo it; return what the metric says. Local."""
+        """Accept the pending update, or undo it; return the outcome. Local."""
         state = self.state
         state.active = True
         state.mode = mode
+        # From here on, mask updates keep what they remove.
         self._sparsifier.masks.undo = self._last
         sign = _SIGNS[mode]
+        # The first metric is the reference of the next ones.
         best = metric if state.best is None else state.best
         holds = sign * metric >= sign * best - tolerance
+        pending = state.pending
         undone = None
-        # Without an update to blame, the next one waits for a validation that holds.
-        state.waiting = not holds
         if holds:
-            state.best = best = max(metric, best, key=lambda value: sign * value)
-            state.accepted = state.accepted if state.pending is None else state.pending
-            state.pending = None
+            best = max(metric, best, key=lambda value: sign * value)
+            state.best = best
             self._last.forget()
-        elif state.pending is not None:
-            undone = state.undone = state.pending
+        if pending is None:
+            # No update is to blame for a fall: the next one waits for a validation that holds.
+            state.waiting = not holds
+        elif holds:
+            state.accepted = pending
+            state.pending = None
+            state.waiting = False
+        else:
+            undone = pending
+            state.undone = pending
             self._stop()
+        # last_epoch counts the steps taken; steps count from 0.
         step = max(self._scheduler.last_epoch - 1, 0)
         return GuardCheck(step=step, metric=metric, best=best, holds=holds, undone=undone)
 
     @property
     def can_undo(self) -> bool:
-        """Whether the pending update, if any, is kept here: no load came between."""
+        """Whether an undo of the pending update is possible: no load came between. True if none is
+        pending."""
         return self.state.pending is None or bool(self._last.before)
 
     def _stop(self) -> None:
@@ -208,6 +233,7 @@ class Guard:
         state = self.state
         masks = self._sparsifier.masks
         scheduler = self._scheduler
+        # check() has refused other schedulers: only a curve has a level to stop at.
         assert isinstance(scheduler, CurveDataScheduler)
         if self.can_undo:
             self._last.undo(masks, masks.tables.locate())
@@ -226,12 +252,12 @@ class Guard:
         masks.undo = None
 
 
-# State of a ``SparseTraining``: every part is checked and agreed on all ranks before one is
+# State of a `SparseTraining`: every part is checked and agreed on by all ranks before any is
 # replaced.
 #
-# The state has the masks with their configurations, and as JSON the schedule and the settings that
-# choose masks. Masks are checked against the settings of the same state, not against the current
-# ones.
+# It holds the masks with their configurations, and as JSON the schedule and the settings that
+# choose masks. Its masks must fit the settings beside them, not the current ones: these are in the
+# sparsifier while masks are checked, and taken out again.
 
 
 _ACTION = "load_state_dict()"
@@ -240,8 +266,8 @@ _ACTION = "load_state_dict()"
 def save(
     sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, guard: Guard
 ) -> dict[str, Any]:
-    """Return the state of all: see :meth:`dist_sparse.SparseTraining.state_dict`."""
-    # Not of tables that were squashed since.
+    """Return the whole state: see :meth:`dist_sparse.SparseTraining.state_dict`."""
+    # Tables that were squashed since construction have no configuration, and no floor.
     floored = sorted(sparsifier.floors.keys() & sparsifier.data_groups)
     parts = {
         "scheduler": scheduler.state_dict(),
@@ -259,57 +285,57 @@ def save(
 def prepare_load(
     sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, guard: Guard, state: Any
 ) -> Callable[[], None]:
-    """Check a state of :func:`save` on all ranks, and return the local function that puts it in
-    place. Collective.
+    """Check a state of :func:`save` on all ranks, and return the local function that restores it.
+    Collective.
 
     Raises:
         ValueError: a part is missing, unknown or invalid, does not fit what is registered, differs
             between ranks, masks and schedule are of different steps, or no mask update could
             follow. On every rank; nothing has changed.
     """
-    together = world_group()
-    # First what each rank can check alone; an error on one is an error on all.
-    with together.agreeing(_ACTION) as facts:
-        schedule, settings, guarded = _parsed(state, sparsifier, scheduler)
+    world = world_group()
+    # 1. What each rank can check alone; an error on one is an error on all.
+    with world.agreeing(_ACTION) as facts:
+        schedule, settings, guard_state = _parse(state, sparsifier, scheduler)
         masks = state["sparsifier"]
-        configs = saved_configs(state["sparsifier"])
-        compared = {**settings, "base_param": schedule["base_param"], "guard": asdict(guarded)}
+        configs = saved_configs(masks)
+        compared = {**settings, "base_param": schedule["base_param"], "guard": asdict(guard_state)}
         facts.update({f"{name} of the state": value for name, value in compared.items()})
-    # Then the schedule, whose levels the masks must have.
+    # 2. The schedule, whose levels at this step the masks must have.
     levels, commit_schedule = scheduler.prepare_load(schedule)
-    # Then the masks, under the settings that they were made with.
+    # 3. The masks, under the settings that they were made with.
     made_with = {**settings, "data_groups": configs}
     before = {name: getattr(sparsifier, name) for name in made_with}
     try:
-        _put(sparsifier, made_with)
+        _set_attributes(sparsifier, made_with)
         # Over the world too: where no table is held by all ranks, an error of one would not reach
         # the others.
-        with together.agreeing(_ACTION):
+        with world.agreeing(_ACTION):
             commit_masks = sparsifier.prepare_state_dict(masks)
-        with together.agreeing(_ACTION):
+        with world.agreeing(_ACTION):
             if not isinstance(scheduler, LambdaDataScheduler):
-                # Functions are not part of the state: they may be others now.
-                _check_steps(levels, configs, schedule["last_epoch"])
+                # The functions of a LambdaDataScheduler are not saved: they may be others now.
+                _refuse_other_steps(levels, configs, schedule["last_epoch"])
             _check_next_updates(sparsifier, levels, schedule.get("final", {}))
     finally:
-        _put(sparsifier, before)
+        _set_attributes(sparsifier, before)
 
     def commit() -> None:
         # Nothing below communicates or can fail, so that no rank is left with half a state.
         commit_masks()
         commit_schedule()
-        _put(sparsifier, settings)
-        guard.put(guarded)
+        _set_attributes(sparsifier, settings)
+        guard.put(guard_state)
 
     return commit
 
 
-def _parsed(
+def _parse(
     state: Any, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler
 ) -> tuple[dict[str, Any], dict[str, Any], GuardState]:
-    """Return the schedule of a state, the attributes of the sparsifier beside its masks and
-    configurations, and the guard's state, checked as far as one rank can alone."""
-    # Lightning's callback adds its own keys.
+    """Return the schedule of a state, its settings as attributes of the sparsifier by name, and the
+    guard's state, checked as far as one rank can alone."""
+    # None: Lightning's callback adds its own keys.
     _check_keys("The state", state, {"sparsifier", "schedule"}, None)
     parts = checks.from_json("the schedule", state["schedule"])
     needed = {"scheduler", "score", "scope"}
@@ -323,7 +349,7 @@ def _parsed(
     rules = {
         f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.": param
         != scheduler.schedule_param,
-        # Counting is attached at construction: a state can't switch it on.
+        # sparsify() attaches the counters of lookups: a state can't switch them on.
         f"The state is scored by {score!r}: pass score={score!r} to sparsify().": (
             (score == "frequency") != sparsifier.counts_lookups
         ),
@@ -338,53 +364,55 @@ def _parsed(
 
 
 def _check_keys(
-    what: str, found: Any, needed: set[str], optional: Set[str] | None = frozenset()
+    what: str, mapping: Any, needed: set[str], optional: Set[str] | None = frozenset()
 ) -> None:
-    """Refuse what is no mapping, and keys that are missing or unknown; None allows any others."""
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{what} must be a mapping, and is of type {type(found).__name__}.")
-    missing = sorted(needed - set(found))
-    more = set(found) - needed
-    unknown = [] if optional is None else sorted(more - optional)
+    """Refuse anything but a mapping with the keys ``needed`` and perhaps some of ``optional``; None
+    allows any others."""
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"{what} must be a mapping, and is of type {type(mapping).__name__}.")
+    keys = set(mapping)
+    missing = sorted(needed - keys)
+    unknown = [] if optional is None else sorted(keys - needed - optional)
     other = f"{what} has the unknown keys {unknown}: it is of other tables, or a newer release."
-    lacks = f"{what} lacks {missing}; it has {sorted(map(str, found))}."
+    lacks = f"{what} lacks {missing}; it has {sorted(map(str, keys))}."
     checks.refuse({lacks: missing, other: unknown})
 
 
-def _put(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:
+def _set_attributes(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         setattr(sparsifier, name, value)
 
 
-def _check_steps(
+def _refuse_other_steps(
     levels: Mapping[str, float], configs: Mapping[str, Mapping[str, Any]], step: int
 ) -> None:
-    """Refuse masks and a schedule of different steps: the schedule's level is in the configuration
-    of the masks."""
+    """Refuse masks and a schedule of different steps: the level in the masks' configuration is not
+    the schedule's at its step."""
     for name, level in levels.items():
-        found = configs.get(name, {}).get("sparsity_level", level)
-        # A level may be a word.
-        are_numbers = isinstance(found, (int, float)) and isinstance(level, (int, float))
-        same = math.isclose(found, level, abs_tol=1e-9) if are_numbers else found == level
+        masked = configs.get(name, {}).get("sparsity_level", level)
+        same = masked == level
+        # A level may be "untouched", a word. Numbers may differ by the rounding of another release.
+        if isinstance(masked, (int, float)) and isinstance(level, (int, float)):
+            same = math.isclose(masked, level, abs_tol=1e-9)
         if not same:
             raise ValueError(
                 f"Masks and schedule of the state are of different steps: the level of {name!r} is"
-                f" {found} with the masks and {level} at step {step} of the schedule."
+                f" {masked} with the masks and {level} at step {step} of the schedule."
             )
 
 
 def _check_next_updates(
     sparsifier: ImportanceSparsifier, levels: Mapping[str, float], final: Any
 ) -> None:
-    """Refuse settings that no later mask update could follow."""
+    """Refuse settings with which a later mask update would fail."""
     configs = sparsifier.data_groups
     tables = sparsifier.masks.tables
-    now = {name: configs[name]["sparsity_level"] for name in configs if name in tables}
-    # A state has globs as pairs.
-    finals = by_name(dict(final) if isinstance(final, (list, tuple)) else final, now)
-    # At the step of the state, and at the end of its schedule.
+    current = {name: configs[name]["sparsity_level"] for name in configs if name in tables}
+    # state_dict() saves a mapping as pairs.
+    finals = by_name(dict(final) if isinstance(final, (list, tuple)) else final, current)
+    # At the step of the state, and at the end of its schedule. Other tables keep their level.
     for reached in (levels, finals):
-        sparsifier.check_levels({name: reached.get(name, level) for name, level in now.items()})
-    # Norms are always known: no walk for them.
+        sparsifier.check_levels({name: reached.get(name, current[name]) for name in current})
+    # Norms are always known. Other scores need the optimizers that an enforcer knows.
     if sparsifier.masks.enforcer is not None and sparsifier.scored_by != "norm":
         sparsifier.look_up(sparsifier.masks.tables.locate())

@@ -1,9 +1,9 @@
-"""Tables in no wrapper, in a world of several ranks: replicas that nothing keeps equal, or a model
-of its own on each rank.
+"""Tables outside of any wrapper, in a world of several ranks: replicas that nothing keeps equal, or
+a separate model on each rank.
 
-Ranks whose tables are all equal when :func:`~dist_sparse.sparsify` is called count as replicas:
-their weights and configurations are compared before each mask update. Ranks whose tables differ
-train models of their own, which are never compared. Either way the first rank warns once.
+If the tables are equal on all ranks when :func:`~dist_sparse.sparsify` is called, they are taken
+for replicas: weights and configurations are compared before each mask update. If they differ, each
+rank trains a model of its own, and nothing is compared. Either way the first rank warns once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from dist_sparse.tables.shards import Located
 
 
 def replicas_of(located: Located) -> list[str]:
-    """Return the registered tables that no DistributedDataParallel or DistributedModelParallel
-    holds, if they are equal on all ranks, by name; warn of them in either case. Collective over the
-    world if there are any, alike on all ranks, as ``add_model()`` has checked.
+    """Return the names of the registered tables that no DistributedDataParallel or
+    DistributedModelParallel holds, if they are equal on all ranks; warn of them in either case.
+    Collective over the world if there are any; ``add_model()`` has checked that all ranks have the
+    same.
 
     Args:
         located: the registered tables, as they are stored now.
@@ -38,7 +39,8 @@ def replicas_of(located: Located) -> list[str]:
     # One rank has no replicas, and does not communicate.
     if world.size == 1 or not names:
         return []
-    # Reported, not raised: ranks may train models of their own on purpose.
+    # agree() raises for facts that differ. Replicas it reports in facts.drifted instead: ranks may
+    # train different models on purpose.
     facts = Facts()
     facts.replicas |= _hashes(world, names, located)
     world.agree("sparsify()", facts)
@@ -71,13 +73,13 @@ def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> 
     """
     world = world_group()
     with world.agreeing("step()") as facts:
-        # Replicas by now: a difference is an error.
+        # They were replicas when sparsify() was called: with this text, a difference is an error.
         facts.drift_error = (
             "Replicas have drifted from rank 0's: {places}. Nothing was changed. No wrapper keeps"
             " these tables equal: train a DistributedDataParallel and call sparsify() on it. Models"
             " that are meant to differ must differ when sparsify() is called."
         )
-        # Removed weights that a batch has written differ until they are masked.
+        # A batch may have written removed weights on one rank only: zeroed before hashing.
         sparsifier.masks.hooks.settle()
         sparsifier.note(facts, [])
         for name in names:
@@ -87,10 +89,10 @@ def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> 
 
 def _hashes(world: Group, names: Sequence[str], located: Located) -> dict[str, Replica]:
     """Return hashes of tables as if each rank held one replica of them. Local."""
-    held = []
-    # Tables may have been squashed since.
+    replicas = []
+    # Some tables may have been squashed since, and are no longer located.
     for name in sorted(located.keys() & names):
         data = located[name]
-        # Located alone, a table is in a world of one: every rank holds its one tile.
-        held.append(replace(data, ranks=world.ranks, tiling=data.tiling * world.size))
-    return shared_weights(held)
+        # Without a wrapper, the tiling is that of one rank: repeated, every rank holds the whole.
+        replicas.append(replace(data, ranks=world.ranks, tiling=data.tiling * world.size))
+    return shared_weights(replicas)

@@ -1,4 +1,8 @@
-"""One call that prunes a model during training: a sparsifier, a schedule and an enforcer."""
+"""`sparsify()`: one call that prunes a model during training.
+
+It attaches a sparsifier, its schedule and an enforcer; :class:`SparseTraining`, which it returns,
+steps, validates, saves and detaches them together.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ class SparseTraining:
         scheduler: of its ``sparsity_level``.
         enforcer: the :class:`~dist_sparse.MaskEnforcer`.
         left_dense: tables that are not pruned, with the reason.
-        validations: what :meth:`guard` was called with, in order, as
+        validations: the calls of :meth:`guard` and their outcomes, in order, as
             :class:`~dist_sparse.records.GuardCheck`; not saved.
 
     Example::
@@ -96,18 +100,22 @@ class SparseTraining:
         scheduler: ReadyDataScheduler,
         enforcer: MaskEnforcer,
         left_dense: Mapping[str, str],
-        asks_first: bool,
+        guarded: bool,
     ) -> None:
-        self.sparsifier, self.scheduler, self.enforcer = sparsifier, scheduler, enforcer
+        self.sparsifier = sparsifier
+        self.scheduler = scheduler
+        self.enforcer = enforcer
         self.left_dense = dict(left_dense)
         self.validations: list[GuardCheck] = []
-        self._guard = Guard(sparsifier, scheduler, asks_first)
+        self._guard = Guard(sparsifier, scheduler, guarded)
         # Set by sparsify() and _attach(), once the ranks have agreed.
         self._auto_step = False
         self._handles: list[RemovableHandle] = []
-        self._unseen: dict[str, nn.Module] = {}
+        # Unsharded collections by path, until a forward has run in one of them.
+        self._unused: dict[str, nn.Module] = {}
+        # Tables that are compared with those of the other ranks before each mask update.
         self._replicas: list[str] = []
-        # Once.
+        # Whether the warning of an early end has yet to be given.
         self._warns = True
 
     def step(self) -> None:
@@ -128,7 +136,7 @@ class SparseTraining:
     @property
     def finished(self) -> bool:
         """Whether the last mask update of the schedule has happened."""
-        # last_epoch counts the steps taken, so the update at ``end`` has happened one step later.
+        # last_epoch counts steps taken: it is end + 1 after the step of the update at `end`.
         passed = self.scheduler.end is not None and self.scheduler.last_epoch > self.scheduler.end
         return passed and not self._guard.state.owed
 
@@ -203,12 +211,13 @@ class SparseTraining:
             raise RuntimeError("guard() needs an attached SparseTraining: this one is detached.")
         with world_group().agreeing("guard()") as facts:
             value = self._guard.check(metric, mode)
-            most = float(checks.number("tolerance", tolerance, least=0))
-            facts.update(metric=value, tolerance=most, mode=mode)
+            tolerance = float(checks.number("tolerance", tolerance, least=0))
+            facts.update(metric=value, tolerance=tolerance, mode=mode)
             facts.update(guard=asdict(self._guard.state), can_undo=self._guard.can_undo)
-        check = self._guard.judge(value, most, mode)
+        # Equal facts, so that all ranks take the same branch below.
+        check = self._guard.judge(value, tolerance, mode)
         if check.undone is not None:
-            # Collective; the ranks agree on what was undone.
+            # Collective.
             check = replace(check, sparsity=self.sparsity)
         self.validations.append(check)
         return check.holds
@@ -236,13 +245,13 @@ class SparseTraining:
         seen = {name: counts for name, counts in known.items() if counts[0]}
         if not seen:
             return "not known (no training forward was counted)"
-        every = removed = 0
+        all_lookups = all_removed = 0
         shares = []
-        for name, (of, gone) in seen.items():
-            every += of
-            removed += gone
-            shares.append(f"{name} {percent(gone / of)}")
-        return f"{percent(removed / every)} ({', '.join(shares)})"
+        for name, (lookups, removed) in seen.items():
+            all_lookups += lookups
+            all_removed += removed
+            shares.append(f"{name} {percent(removed / lookups)}")
+        return f"{percent(all_removed / all_lookups)} ({', '.join(shares)})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks, counts of lookups, configurations, the score and the schedule, for
@@ -265,7 +274,7 @@ class SparseTraining:
                 differs between ranks, masks and schedule are of different steps, or no mask update
                 could follow. On every rank, and nothing has changed.
         """
-        # The state's schedule replaces this one below.
+        # Before the state's schedule replaces this one.
         endless = self.scheduler.end is None
         prepare_load(self.sparsifier, self.scheduler, self._guard, state_dict)()
         if endless and self.scheduler.end is not None:
@@ -316,14 +325,13 @@ class SparseTraining:
         """Return the lowest and the highest final level; empty for schedules without one."""
         # A schedule of functions has no final level.
         final = getattr(self.scheduler, "final", {})
-        finals = final.values() if isinstance(final, dict) else [final]
-        # Words come behind numbers.
-        texts = list(
-            map(level_text, sorted(finals, key=lambda each: (isinstance(each, str), each)))
-        )
-        # A thousand tables may have a thousand levels: the lowest and the highest are shown.
-        ends = " to ".join(dict.fromkeys(texts[:1] + texts[-1:]))
-        return f"level {ends} " if ends else ""
+        levels = final.values() if isinstance(final, dict) else [final]
+        # A word ("untouched") has no order among numbers: it comes last.
+        in_order = sorted(levels, key=lambda level: (isinstance(level, str), level))
+        # A thousand tables may have a thousand levels: the lowest and the highest are shown, once
+        # if they are equal.
+        ends = dict.fromkeys(map(level_text, in_order[:1] + in_order[-1:]))
+        return f"level {' to '.join(ends)} " if ends else ""
 
     def _attach(self, walked: Walked, optimizers: Sequence[Any], auto_step: bool) -> None:
         """Attach the enforcer, and follow the optimizers' steps and the forwards of unsharded
@@ -333,27 +341,30 @@ class SparseTraining:
         if auto_step:
             if not optimizers:
                 raise ValueError("Invalid auto_step=True: there is no optimizer to follow.")
-            # It refers to this object, which so lives as long as the optimizer even if the caller
-            # drops it.
+            # The hook keeps this object alive as long as the optimizer, even if the caller drops
+            # it.
             hook = Hook(lambda *_: self._step())
-            self._handles.append(_stepper(optimizers[-1]).register_step_post_hook(hook))
+            self._handles.append(_stepped_optimizer(optimizers[-1]).register_step_post_hook(hook))
         (modules,) = walked.modules.values()
-        unseen = self._unseen = dict(_unsharded_collections(modules, self.sparsifier.data_groups))
-        for module in unseen.values():
+        unused = dict(_unsharded_collections(modules, self.sparsifier.data_groups))
+        self._unused = unused
+        for module in unused.values():
             # One forward of any of them shows that this model trains.
-            seen = Hook(lambda *_: unseen.clear())
-            self._handles.append(module.register_forward_pre_hook(seen))
+            hook = Hook(lambda *_: unused.clear())
+            self._handles.append(module.register_forward_pre_hook(hook))
 
     def _step(self) -> None:
-        # DistributedModelParallel and deepcopy leave the registered modules without forwards.
-        if self._unseen:
+        # If the model is wrapped in DistributedModelParallel or copied after sparsify(), other
+        # modules run than the registered ones.
+        if self._unused:
             raise RuntimeError(
-                f"No forward has used the collections {sorted(self._unseen)} since sparsify(): the"
+                f"No forward has used the collections {sorted(self._unused)} since sparsify(): the"
                 " model was wrapped or copied afterwards, so that other tables train. Call"
                 " sparsify() on the DistributedModelParallel."
             )
+        # The schedule has set enable_mask_update for this step, and the guard may hold it back: in
+        # this order.
         self._guard.before_step()
-        # The flag is the schedule's: true if the next sparsifier.step() updates masks.
         if self._replicas and self.sparsifier.enable_mask_update:
             compare_replicas(self.sparsifier, self._replicas)
         self.sparsifier.step()
@@ -365,7 +376,8 @@ class SparseTraining:
         attached = self.enforcer.attached
         for handle in self._handles:
             handle.remove()
-        self._handles, self._unseen = [], {}
+        self._handles = []
+        self._unused = {}
         self.enforcer.detach()
         return attached
 
@@ -493,8 +505,9 @@ def sparsify(
         80
         >>> sparse.detach()
     """
-    together = world_group()
-    with together.agreeing("sparsify()") as facts:
+    world = world_group()
+    # 1. Check everything that needs no hooks. An error on one rank is an error on all.
+    with world.agreeing("sparsify()") as facts:
         args = SparsifyArgs(
             level=level,
             budget=budget,
@@ -519,14 +532,14 @@ def sparsify(
         )
         source = ModelTables(model, include=include, exclude=exclude, dense=dense)
         located = {data.name: data for data in source.locate()}
-        # One walk for all that asks for modules below.
+        # Walked once for all steps: a model may have many modules.
         modules = dict(model.named_modules())
         unpruned = left_dense(model, modules.values(), located, args)
         pruned = {name: data for name, data in located.items() if name not in unpruned}
         floors = by_table("floor", args.floor, pruned, unpruned)
         finals = final_levels(args, located, pruned, unpruned, floors)
         facts.update(args.facts(located))
-        # At level 0, which the schedule raises.
+        # At level 0 first; the schedule raises it.
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0,
             sparse_block_shape=args.block,
@@ -537,30 +550,30 @@ def sparsify(
             floors=floors,
         )
         enforcer = MaskEnforcer(sparsifier, args.optimizer_state)
-    # Names become globs here: a table may be called "a[0]".
-    left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
-    sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
-    # Nothing moves tables before this call returns: what was located is not looked up again.
+    # 2. Register the pruned tables. exclude= takes globs: a table may be called "a[0]".
+    excluded = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
+    sparsifier.add_model(model, include=include, exclude=excluded, dense=dense)
+    # Tables and modules as found above: nothing moves them before this call returns.
     walked = Walked(pruned, {model: modules})
     scheduler = _scheduler(args, sparsifier, finals)
-    training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, asks_first=args.auto)
-    # From here on hooks are attached, which an error on any rank must remove on all.
+    training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, guarded=args.auto)
+    # 3. Attach hooks. From here on an error on any rank must remove them on all.
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     try:
-        with together.agreeing("sparsify()"):
+        with world.agreeing("sparsify()"):
             training._attach(walked, optimizers, auto_step)
+            # Only the attached enforcer knows whose sums of Adagrad can be read. A score that was
+            # asked for must be known of every table; the default falls back to the norm below.
             if args.score is not None:
-                # A requested score must be known of every table; the default falls back.
                 sparsifier.look_up(walked.located)
             # Tables that no glob of level= matches stay at 0.
             sparsifier.check_levels({**dict.fromkeys(sparsifier.data_groups, 0.0), **finals})
             unknown = sparsifier.unknown_tables(walked.located)
-        # Only now, with hooks attached, is it known whose sums of Adagrad can be read. Of a
-        # requested score all tables are known.
-        if together.all_reduce(torch.tensor(len(unknown))):
+        # On all ranks or on none: they must compare blocks alike.
+        if world.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
         if args.rotate:
-            # After attach(): rotations read which optimizers step the tables.
+            # The enforcer also knows which optimizers step the tables, which rotate() reads.
             rotate_tables(sparsifier, args.rotate)
         training._replicas = replicas_of(walked.located)
     except BaseException:
@@ -571,7 +584,8 @@ def sparsify(
 
 
 def _warn_of_emptied(finals: Mapping[str, Level]) -> None:
-    if emptied := [name for name, level in finals.items() if level == 1]:
+    emptied = [name for name, level in finals.items() if level == 1]
+    if emptied:
         warn_on_first_rank(
             f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
             " block of each table stays.",
@@ -584,27 +598,27 @@ def _scheduler(
 ) -> ReadyDataScheduler:
     """Construct the schedule. Collective."""
     final: Any = {glob.escape(name): level for name, level in finals.items()}
-    # One number, where all tables have it, keeps the repr, the state and the facts short.
+    # Where all tables have one level, one number keeps the repr, the state and the facts short.
     if list(set(finals.values())) == [args.level]:
         final = args.level
     window = {"begin": args.begin, "end": args.end, "every": args.every}
     wrong = f"Invalid schedule={args.schedule!r}: must make a ready scheduler"
     with world_group().agreeing("sparsify()"):
         try:
-            made = args.schedule(sparsifier, "sparsity_level", final=final, **window)
-        except TypeError as fault:
-            # A call that a user's class does not take fails before any communication, perhaps on
+            scheduler = args.schedule(sparsifier, "sparsity_level", final=final, **window)
+        except TypeError as error:
+            # A user's class without these parameters fails before it communicates, and perhaps on
             # one rank alone.
-            raise ValueError(f"{wrong} of final, begin, end and every: {fault}.") from fault
-        if not isinstance(made, ReadyDataScheduler):
-            raise ValueError(f"{wrong}, and returned {made!r}.")
-    return made
+            raise ValueError(f"{wrong} of final, begin, end and every: {error}.") from error
+        if not isinstance(scheduler, ReadyDataScheduler):
+            raise ValueError(f"{wrong}, and returned {scheduler!r}.")
+    return scheduler
 
 
-def _stepper(optimizer: Any) -> Any:
-    """Return the optimizer whose step ends the step of a wrapper: the innermost, or the first that
-    is made of fused ones or of several."""
-    # As LightningOptimizer does.
+def _stepped_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside wrappers: the innermost, or the first that combines several or
+    fused ones."""
+    # LightningOptimizer steps its `_optimizer` and no hook of its own; others do the same.
     while torchrec_parts(optimizer) is None and hasattr(optimizer, "_optimizer"):
         optimizer = optimizer._optimizer
     return optimizer
@@ -629,7 +643,7 @@ def _unsharded_collections(
 
 
 def sparsifier_of(sparse: Any) -> BaseDataSparsifier:
-    """Return the sparsifier of what the user has: a SparseTraining, or the sparsifier itself."""
+    """Return the sparsifier of a SparseTraining, or the sparsifier itself."""
     sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
     if not isinstance(sparsifier, BaseDataSparsifier):
         raise ValueError(

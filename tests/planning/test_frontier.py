@@ -97,6 +97,7 @@ def test_notes_are_of_the_methods_that_are_shown() -> None:
         how = {"methods": methods, "tolerance": 0.0, "lower_is_better": ["error"]}
         text = str(frontier(model, error_of(model), **how))  # type: ignore[arg-type]
         assert ("were removed from the trained model" in text) == removed
+        assert ("No rows or columns were removed:" in text) == (not removed)
         assert "nearest is this" in text and text.endswith(".")
 
 

@@ -134,8 +134,8 @@ def test_auto_asks_before_the_first_update_and_ends_below_the_limit() -> None:
     sparse.detach()
 
 
-def test_auto_without_a_validation_warns_once_at_its_second_update() -> None:
-    model, optimizer, sparse = made(level="auto", schedule=None, end=20, every=2)
+def test_auto_without_a_validation_warns_once_at_its_first_update() -> None:
+    model, optimizer, sparse = made(level="auto", schedule=None, begin=2, end=20, every=2)
     learn(model, optimizer, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
