@@ -75,7 +75,7 @@ def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
     rank = max(ranks, default=0)
     # 0 is a number that torchrun finds.
     if spec.processes and rank >= spec.processes:
-        raise ValueError(f"Invalid {rank=}: must be a local rank, below nproc_per_node.")
+        raise ValueError(f"Invalid {rank=}: must be a local rank, below {spec.processes}.")
 
 
 def _wait(process: subprocess.Popen[bytes], grace: int) -> int:

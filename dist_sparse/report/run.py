@@ -433,6 +433,9 @@ def _read(folder: Path) -> Run:
 
 
 def _refuse_no_run(folder: Path, *needed: str) -> None:
+    # A link that leads nowhere exists: it gets the error below.
+    if not os.path.lexists(folder):
+        raise ValueError(f"{folder} does not exist.")
     latest = folder / LATEST
     newest = f" The newest of the runs inside is {latest}." if (latest / RUN).is_file() else ""
     for name in needed:
