@@ -144,13 +144,14 @@ def _auc_over_bytes(run: Run) -> Chart:
     lines = []
     # In the order of the command line, as in the legend of every chart.
     for one in run.all_runs:
-        # A logarithmic axis has no place for 0 bytes.
-        artifacts = [artifact for artifact in artifacts_of(one) if artifact.bytes]
-        if artifacts:
-            artifacts.sort(key=lambda artifact: -artifact.bytes)
-            dots = tuple((artifact.bytes, artifact.auc) for artifact in artifacts)
-            labels = tuple(artifact.name for artifact in artifacts)
-            lines.append(_line(one, run, points=dots, labels=labels))
+        dots, labels = list[Point](), list[str]()
+        for artifact in sorted(artifacts_of(one), key=lambda artifact: -artifact.bytes):
+            # A logarithmic axis has no place for 0 bytes.
+            if artifact.bytes:
+                dots.append((artifact.bytes, artifact.auc))
+                labels.append(artifact.name)
+        if dots:
+            lines.append(_line(one, run, points=tuple(dots), labels=tuple(labels)))
     note = (
         "Of artifacts, the bytes of their files; else of the kept weights of all tables. Up and to"
         " the left is better."
@@ -242,9 +243,9 @@ def _series_chart(run: Run, name: str, key: str) -> Chart:
     if len(run.values[name]) > _SMOOTHED:
         note += " Thin: as logged. Thick: means."
         lines.insert(0, Line(name="as logged", role="raw", points=thinned(run.values[name])))
-    lost = [step for step, value in run.values[name] if value is None]
+    lost = sorted({*run.values[name]} - {*finite(run.values[name])})
     if lost:
-        note += f" Not finite at {len(lost):,} of these steps, first at step {lost[0]:,}."
+        note += f" Not finite at {len(lost):,} of these steps, first at step {lost[0][0]:,}."
     title = _TITLES.get(name, name)
     # AUC on training examples must not be read as the test AUC, which has a chart of its own.
     if any(f"test_{name}" in one.values for one in run.all_runs):
