@@ -1,8 +1,7 @@
-"""Plain values: checks of arguments, one rule each, and JSON that ranks compare, states hold and
-files seal.
+"""Checks of arguments, one function per rule; and JSON for comparing ranks, for states and files.
 
-NumPy scalars are accepted, bools are not numbers. Every error reads
-``Invalid {name}={value!r}: must be ...``.
+NumPy scalars are numbers, bools are not. Every error reads ``Invalid {name}={value!r}: must be
+...``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 Json = Any
 
-# In the place of a level: all rows that training has never looked up, and no others.
+# Instead of a level: prune exactly the rows that training has never looked up.
 UNTOUCHED = "untouched"
 
 
@@ -44,10 +43,11 @@ def integer(
     Raises:
         ValueError: it is no integer (a bool or an integral float is none), or out of bounds.
     """
-    found = _finite(value)
-    if not isinstance(found, int):
-        found = math.nan
-    return int(_bounded(found, name, value, of, "an int", least, most))
+    number = _finite(value)
+    # NaN is in no bounds.
+    if not isinstance(number, int):
+        number = math.nan
+    return int(_bounded(number, name, value, of, "an int", least, most))
 
 
 def number(
@@ -77,12 +77,12 @@ def level(name: str, value: object) -> float:
     Raises:
         ValueError: it is no number in [0, 1].
     """
-    found = _finite(value)
-    if 0 <= found <= 1:
-        return float(found)
-    # 80 is 80%, written in the other common unit.
-    meant = f" Did you mean {found / 100:g}?" if 1 < found <= 100 else ""
-    raise ValueError(f"Invalid {name}={value!r}: must be a number in [0, 1].{meant}")
+    number = _finite(value)
+    if 0 <= number <= 1:
+        return float(number)
+    # A percentage, such as 80.
+    hint = f" Did you mean {number / 100:g}?" if 1 < number <= 100 else ""
+    raise ValueError(f"Invalid {name}={value!r}: must be a number in [0, 1].{hint}")
 
 
 def scheduled_level(name: str, value: object) -> Any:
@@ -97,17 +97,18 @@ def scheduled_level(name: str, value: object) -> Any:
 
 
 def name_list(name: str, value: object) -> tuple[str, ...]:
-    """Return names or globs as a tuple: of one string, or of a collection of strings; None is none.
+    """Return one string, a collection of strings or None as a tuple of names or globs.
 
     Raises:
         ValueError: it is something else.
     """
-    given: object = () if value is None else value
-    if isinstance(given, str):
-        return (given,)
-    if isinstance(given, Collection) and not isinstance(given, Mapping):
-        names = tuple(given)
-        if all(isinstance(each, str) for each in names):
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Collection) and not isinstance(value, Mapping):
+        names = tuple(value)
+        if all(isinstance(entry, str) for entry in names):
             return names
     raise ValueError(f"Invalid {name}={value!r}: must be a string or a sequence of strings.")
 
@@ -123,22 +124,24 @@ def choice(name: str, value: object, known: Iterable[str], more: str = "") -> st
     Raises:
         ValueError: there is none; lists the known ones, and the closest.
     """
-    spelled = {each.lower(): each for each in known}
+    # By lower case, the entry as it is spelled.
+    spelled = {entry.lower(): entry for entry in known}
     text = value.lower() if isinstance(value, str) else ""
     if text in spelled:
         return spelled[text]
-    hints = [f" Did you mean {spelled[each]!r}?" for each in get_close_matches(text, spelled, n=1)]
+    hints = [f" Did you mean {spelled[close]!r}?" for close in get_close_matches(text, spelled, 1)]
     listed = ", ".join(map(repr, spelled.values()))
     raise ValueError(f"Invalid {name}={value!r}: must be one of {listed}{more}.{''.join(hints)}")
 
 
 def refuse(rules: Mapping[str, object]) -> None:
-    """Raise a ValueError with the first text whose value is true, if one is.
+    """Raise a ValueError with the text of the first broken rule, if any.
 
-    For several rules about one thing; a rule by itself is an ``if``.
+    Args:
+        rules: error texts, each with a value that is true if the rule is broken.
     """
-    for text, holds in rules.items():
-        if holds:
+    for text, is_broken in rules.items():
+        if is_broken:
             raise ValueError(text)
 
 
@@ -168,21 +171,22 @@ def parse_block(text: str) -> tuple[int | str, int | str]:
 
 
 def _finite(value: object) -> float:
-    """Return a real number as an int if it is one, else as a float; NaN, which is in no bounds, if
-    it is no real number, or not finite as a float."""
+    """Return a real number as an int if it is one, else as a float. Anything else is NaN, which is
+    in no bounds: no number, infinite, or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
-    with contextlib.suppress(OverflowError):  # an int that no float can hold
+    # isfinite() raises it for an int that is too large for a float.
+    with contextlib.suppress(OverflowError):
         if math.isfinite(value):
             return int(value) if isinstance(value, numbers.Integral) else float(value)
     return math.nan
 
 
 def _bounded(
-    found: float, name: str, value: object, of: str | None, kind: str, least: float, most: float
+    number: float, name: str, value: object, of: str | None, kind: str, least: float, most: float
 ) -> float:
-    if least <= found <= most:
-        return found
+    if least <= number <= most:
+        return number
     table = "" if of is None else f" of {of!r}"
     bounds = "" if least == -math.inf else f" >= {least}"
     if most < math.inf:
@@ -194,8 +198,8 @@ def _bounded(
 
 
 def plain(value: Any) -> Any:
-    """Return Python's number for a NumPy scalar or a tensor of no dimension, and any other value as
-    it is."""
+    """Return a NumPy scalar or a 0-dimensional tensor as a Python number, other values
+    unchanged."""
     is_scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
     return value.item() if is_scalar else value
 
@@ -203,30 +207,30 @@ def plain(value: Any) -> Any:
 def encode(value: Json) -> bytes:
     """Return any value as JSON, with sorted keys.
 
-    It never raises: an error here, on one rank, would leave the others waiting. Of types that JSON
-    does not have the name remains, and so it does of an entry that JSON can't hold.
+    It never raises, because an error on one rank would leave the others waiting. A value that JSON
+    can't hold is replaced by the name of its type.
     """
     if not isinstance(value, dict):
-        return _text(value).encode()
-    # Entry by entry, so that one that JSON can't hold does not hide the others.
-    entries = sorted(f"{json.dumps(str(key))}: {_text(item)}" for key, item in value.items())
+        return _json_text(value).encode()
+    # Entry by entry: one that JSON can't hold must not hide differences in the others.
+    entries = sorted(f"{json.dumps(str(key))}: {_json_text(item)}" for key, item in value.items())
     return f"{{{', '.join(entries)}}}".encode()
 
 
-def _text(value: Json) -> str:
+def _json_text(value: Json) -> str:
     def plain_or_name(other: Any) -> Json:
-        found = plain(other)
-        return f"<{type(other).__name__}>" if found is other else found
+        converted = plain(other)
+        return f"<{type(other).__name__}>" if converted is other else converted
 
     try:
         return json.dumps(value, default=plain_or_name, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
-        # Keys of several types, a container that holds itself, an int of 5,000 digits.
+        # Such as keys of several types, a list that contains itself, an int of 5,000 digits.
         return json.dumps(f"<{type(value).__name__}>")
 
 
 def digest(value: Json) -> int:
-    """Return 64 bits of a hash of any value, signed."""
+    """Return a 64-bit hash of any value as a signed int, which fits an int64 tensor."""
     hashed = hashlib.blake2b(encode(value), digest_size=8).digest()
     return int.from_bytes(hashed, "little", signed=True)
 
@@ -240,22 +244,22 @@ def to_json(what: str, value: Json) -> str:
     """
 
     def plain_only(other: Any) -> Json:
-        found = plain(other)
-        if found is other:
+        converted = plain(other)
+        if converted is other:
             raise ValueError(
                 f"Invalid {type(other).__name__} in {what}: it is saved as JSON, which has no such"
                 " type."
             )
-        return found
+        return converted
 
     return json.dumps(value, default=plain_only)
 
 
 def from_json(what: str, text: Any) -> dict[str, Json]:
-    """Return the mapping that :func:`to_json` has made text of; what were lists are tuples.
+    """Return the mapping whose text :func:`to_json` returned. Lists become tuples.
 
     Raises:
-        ValueError: it is not the text of a mapping; ``what`` is for the message.
+        ValueError: the text is not that of a mapping; ``what`` is for the message.
     """
     with contextlib.suppress(TypeError, ValueError):
         value = _with_tuples(json.loads(text))
@@ -271,16 +275,17 @@ def _with_tuples(value: Json) -> Json:
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
-# Files that are whole or refused: JSON that holds its own CRC32, and folders brought to disk.
+# Files that are refused if they are damaged: JSON whose last entry is the CRC32 of the text without
+# that entry.
 
-# Around the last entry of a sealed text: the CRC32 of the text without that entry.
+# The parts of a sealed text around its CRC32.
 _END = "\n}"
 _CRC = ',\n "crc32": "'
 _CLOSED = f'"{_END}\n'
 
 
 def hex_of(crc: int) -> str:
-    """Return a checksum as files hold it: of a CRC32 8 hexadecimal digits."""
+    """Return a checksum as in files: of a CRC32 8 hexadecimal digits."""
     return f"{crc:08x}"
 
 
@@ -295,11 +300,10 @@ def sealed(entries: Mapping[str, Any]) -> str:
 
 
 def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
-    """Return what was passed to :func:`sealed`, in which ``format`` and ``version`` are the given
-    ones.
+    """Return the entries that were passed to :func:`sealed`.
 
     Raises:
-        ValueError: the text is not exactly that.
+        ValueError: the text is damaged, or its ``format`` or ``version`` is another.
     """
     body, _, crc = text.rpartition(_CRC)
     if crc != f"{hex_of(zlib.crc32((body + _END).encode()))}{_CLOSED}":
@@ -319,9 +323,9 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Bring the entries of a folder to disk."""
-    opened = os.open(folder, os.O_RDONLY)
+    """Write the entries of a folder to disk: fsync() of a file does not write its name."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)

@@ -5,8 +5,8 @@ the strategy has wrapped it and on its optimizers, and takes a step for every ba
 step of an optimizer. Every hook runs on every rank, so collective calls in it are made by all of
 them; ``state_dict()`` is called on all ranks too.
 
-The callbacks are those of ``lightning``, or of ``pytorch_lightning`` where it is installed alone:
-the same code under two names, and a Trainer of the one refuses callbacks of the other.
+``Callback`` is the class of ``lightning``, or of ``pytorch_lightning`` if only that is installed.
+They are the same code under two names, and a Trainer of one refuses callbacks of the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import inspect
 import logging
 import weakref
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -35,23 +34,24 @@ if TYPE_CHECKING:
     from dist_sparse import SparsifyKeywords
 else:
 
-    def _installed() -> Any:
+    def _import_lightning() -> Any:
         modules = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
         for package, module in modules.items():
             if importlib.util.find_spec(package):
-                # Outside of any try: a package that lacks a dependency of its own says so.
+                # In no try: if the package lacks a dependency, the user sees that error.
                 return importlib.import_module(module)
         raise ImportError(
             "dist_sparse.lightning needs Lightning, and neither lightning nor pytorch_lightning is"
             " installed: pip install lightning."
         )
 
-    Callback = _installed().Callback
+    Callback = _import_lightning().Callback
 
 __all__ = ["SparsifyCallback"]
 
 _log = logging.getLogger(__name__)
 
+# Strategies that are not supported, and the reason.
 _REFUSED = {
     "FSDPStrategy": "it flattens or splits parameters on its own",
     "ModelParallelStrategy": "it splits parameters into DTensors on its own",
@@ -64,8 +64,8 @@ _REFUSED = {
 class SparsifyCallback(Callback):
     """Prune the embedding tables of the model while the Trainer trains it.
 
-    A step of the schedule is a batch that ends with a step of an optimizer: batches whose gradients
-    are only accumulated do not count.
+    A step of the schedule is a batch that ends with an optimizer step. Batches that only accumulate
+    gradients do not count.
 
     The masks, the configurations and the schedule's step are part of Lightning's checkpoints, in
     which removed weights are 0; ``trainer.fit(ckpt_path=...)`` resumes exactly, also on another
@@ -78,8 +78,8 @@ class SparsifyCallback(Callback):
     scheduled level, over all blocks.
 
     Args:
-        plan: the keywords of :func:`~dist_sparse.sparsify`, but for ``auto_step``, with its
-            defaults; steps are batches that end with a step of an optimizer.
+        plan: the keywords of :func:`~dist_sparse.sparsify` except ``auto_step``, with the same
+            defaults.
         log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
     Attributes:
@@ -117,35 +117,39 @@ class SparsifyCallback(Callback):
 
     def __init__(self, *, log: bool = True, **plan: Unpack[SparsifyKeywords]) -> None:
         super().__init__()
-        # The callback itself takes the steps.
+        # auto_step=False: the callback itself takes the steps.
         bound = inspect.signature(sparsify).bind(None, None, auto_step=False, **plan)
         bound.apply_defaults()
         self._plan: dict[str, Any] = {**plan}
-        # Invalid arguments are refused here, before anything is loaded or trained.
+        # Refuses invalid arguments now, before any data is loaded. The object is not needed.
         SparsifyArgs(**bound.kwargs)
         self.training: SparseTraining | None = None
         self._logs = log
         self._hooks: list[RemovableHandle] = []
+        # A state that was loaded before training starts.
         self._loaded: Mapping[str, Any] | None = None
-        self._steps = 0
+        # The Trainer's global step that was last seen.
+        self._global_step = 0
+        # Trainer and module of the last fit.
         self._fit: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
     @property
     def state_key(self) -> str:
-        """Key of the state in checkpoints: callbacks for different tables of one model have their
-        own."""
-        selecting = ("include", "exclude", "dense")
-        chosen = {key: self._plan[key] for key in selecting if self._plan.get(key) is not None}
-        return self._generate_state_key(**chosen) if chosen else super().state_key
+        """Key of the state in checkpoints. It holds the arguments that select tables, so that
+        callbacks for different tables of one model have different keys."""
+        names = ("include", "exclude", "dense")
+        selected = {name: self._plan[name] for name in names if self._plan.get(name) is not None}
+        return self._generate_state_key(**selected) if selected else super().state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse unsupported strategies and compiled models, before anything is wrapped or
         loaded."""
-        # An earlier run may have loaded a state and not used it.
+        # A state that an earlier run has loaded and not used.
         self._loaded = None
         if stage == "fit":
-            _refuse(trainer, pl_module)
-            # A checkpoint is loaded before training starts, with the bases of rotated tables.
+            _refuse_unsupported(trainer, pl_module)
+            # Lightning loads the checkpoint before on_train_start(): the module must accept the
+            # bases of rotated tables, although nothing is rotated yet.
             if self._plan.get("rotate") is not None:
                 self._hooks.append(expect_bases(pl_module))
 
@@ -155,7 +159,7 @@ class SparsifyCallback(Callback):
         fit = weakref.ref(trainer), weakref.ref(pl_module)
         state = self._state_to_resume(trainer, fit)
         self._detach()
-        # Kept before the state is loaded: on_exception() detaches it if that fails.
+        # Assigned before the state is loaded: if that fails, on_exception() detaches it.
         self.training = training = sparsify(trainer.model, trainer.optimizers, **self._plan)
         if state is not None:
             training.load_state_dict(state)
@@ -168,8 +172,8 @@ class SparsifyCallback(Callback):
             )
         self._loaded = None
         self._fit = fit
-        self._steps = trainer.global_step
-        # A checkpoint has zeros in the place of rows that are not masked yet.
+        self._global_step = trainer.global_step
+        # Before a checkpoint is written: mask the rows that were written since they were masked.
         settle = Hook(lambda *_: training.enforcer.settle())
         self._hooks.append(pl_module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
 
@@ -192,21 +196,21 @@ class SparsifyCallback(Callback):
         updates."""
         training = self.training
         assert training is not None
-        # Gradients were only accumulated.
-        if trainer.global_step == self._steps:
+        # No optimizer has stepped: the batch only accumulated gradients.
+        if trainer.global_step == self._global_step:
             return
-        self._steps = trainer.global_step
-        # Read before the step, which sets the levels of the next one.
+        self._global_step = trainer.global_step
+        # Read before the step, which sets the levels of the next mask update.
         groups = training.sparsifier.data_groups
         levels = {name: configured_level(group) for name, group in groups.items()}
         updates_masks = training.sparsifier.enable_mask_update
         training.step()
         if updates_masks and self._logs:
-            self._report(trainer, training, levels)
+            self._log_sparsity(trainer, training, levels)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End enforcement. Removed weights are 0, also where callbacks before this one have written
-        to them."""
+        """End enforcement. Removed weights are 0, even if an earlier callback has written to
+        them."""
         if self.training is not None and self.training.enforcer.attached:
             self.training.sparsifier.apply_masks()
         self._detach()
@@ -236,8 +240,8 @@ class SparsifyCallback(Callback):
         return {} if self.training is None else self.training.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until training starts; during training (a search for a learning rate) load
-        it at once, which is collective."""
+        """Keep the state until training starts. During training, as the learning rate finder does,
+        load it at once, which is collective."""
         if self.training is not None and self.training.enforcer.attached:
             self.training.load_state_dict(state_dict)
         else:
@@ -246,16 +250,16 @@ class SparsifyCallback(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse to resume a training whose masks no callback loads.
+        """Refuse a checkpoint with masks that no callback would load.
 
         Raises:
-            ValueError: the checkpoint has the state of such a callback for other tables.
+            ValueError: the checkpoint has the state of a SparsifyCallback for other tables.
         """
         if trainer.state.fn != "fit":
             return
-        here = [*map(attrgetter("state_key"), trainer.callbacks)]  # type: ignore[attr-defined]
+        here = [callback.state_key for callback in trainer.callbacks]  # type: ignore[attr-defined]
         lost = sorted(checkpoint.get("callbacks", {}).keys() - {*here})
-        # A key is the class, and in braces the arguments that select tables.
+        # A key is the name of the class, with the arguments that select tables in braces.
         lost = [key for key in lost if key.partition("{")[0] == type(self).__qualname__]
         if lost:
             raise ValueError(
@@ -263,7 +267,7 @@ class SparsifyCallback(Callback):
                 f" and dense must be those of that training. The callbacks here are {here}."
             )
 
-    def _report(
+    def _log_sparsity(
         self, trainer: Trainer, training: SparseTraining, levels: Mapping[str, Any]
     ) -> None:
         stats = training.sparsifier.table_stats()
@@ -271,10 +275,11 @@ class SparsifyCallback(Callback):
         # The level "untouched" is no number.
         if None not in levels.values():
             scheduled = sum(levels[table.name] * table.blocks for table in stats)
-            metrics["sparsity/level"] = scheduled / max(sum(map(attrgetter("blocks"), stats)), 1)
-        # Not through log(): log_every_n_steps would drop most of the few mask updates.
-        values = map(torch.tensor, metrics.values())
-        trainer.callback_metrics.update(zip(metrics, values, strict=True))
+            blocks = sum(table.blocks for table in stats)
+            metrics["sparsity/level"] = scheduled / max(blocks, 1)
+        # Not by log(): log_every_n_steps would drop most of the few mask updates.
+        for name, value in metrics.items():
+            trainer.callback_metrics[name] = torch.tensor(value)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
@@ -286,9 +291,9 @@ class SparsifyCallback(Callback):
             self.training.detach()
 
 
-def _refuse(trainer: Any, pl_module: Any) -> None:
+def _refuse_unsupported(trainer: Any, pl_module: Any) -> None:
     strategy = type(trainer.strategy)
-    # By name: importing them would need their packages.
+    # By name, because importing a strategy needs its package; and over the MRO, for subclasses.
     for name in _REFUSED.keys() & {kind.__name__ for kind in strategy.__mro__}:
         raise ValueError(
             f"Invalid strategy {strategy.__name__}: SparsifyCallback does not support it, because"

@@ -1,7 +1,7 @@
-"""What is known of tables and of mask updates, as plain values.
+"""Records of tables and mask updates, as plain values.
 
-Needs no torch: sparsifiers measure them where it is, and `dist-sparse inspect` and `report` read
-them where it is not.
+They need no torch: sparsifiers write them, and `dist-sparse inspect` and `report` read them on
+machines without torch.
 """
 
 from __future__ import annotations
@@ -12,33 +12,36 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# A score's bits as float32, shifted right by this, are its bucket: eight buckets an octave.
+# The bucket of a score: its bits as float32, shifted right by this. The sign, the exponent and
+# three bits of the fraction remain: eight buckets an octave.
 LEADING_SHIFT = 20
 
-# Added to a row's total before it is multiplied by squares, so that rows that were never touched
-# are ordered by norm, and after those that are removed already.
+# Added to the total of a row before it is multiplied by squared weights. Rows that were never
+# touched are then ordered by norm, above pruned rows, whose weights are 0.
 TINY = 2.0**-100
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)  # a long run has millions
+# slots=True: a long run has millions of them.
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MaskChange:
-    """What one mask update changed in one table, over all ranks.
+    """Changes of one table in one mask update, over all ranks.
 
     Args:
         name: of the table.
         target: the configured sparsity_level; None without one.
-        threshold: the largest score that was removed; None where none decides (nothing or
+        threshold: the largest score of a removed block; None if no score decides (nothing or
             everything is pruned, or the masks are a user's own).
-        blocks: what the mask counts: sparse blocks, or elements where it is not constant on blocks.
-        removed_blocks: how many of them are removed now.
-        flipped_blocks: how many are no longer what they were; None if the block shape has changed.
-        regrown_blocks: how many of those were removed before.
-        dead_rows: rows with nothing left; None for a table that is cut by columns, where no rank
-            sees a whole row.
+        blocks: number of sparse blocks, or of elements if the mask is not constant on blocks.
+        removed_blocks: number of removed blocks after the update.
+        flipped_blocks: number of blocks that were removed or regrown; None if the block shape has
+            changed.
+        regrown_blocks: number of removed blocks that are kept again.
+        dead_rows: number of rows without a kept element; None for a table that is cut by columns,
+            where no rank sees a whole row.
         lookups: with ``score="frequency"`` all counted so far, before the update's decay; otherwise
-            a sample since the masks were last replaced, one training forward in 16; None where none
-            are known.
-        removed_lookups: how many of them are of rows that were removed until now.
+            a sample since the masks were last replaced, one training forward in 16; None if
+            unknown.
+        removed_lookups: number of these lookups that hit removed rows.
     """
 
     name: str
@@ -59,7 +62,7 @@ class MaskChange:
 
     @property
     def churn(self) -> float | None:
-        """The share of blocks that flipped."""
+        """Fraction of blocks that flipped."""
         return None if self.flipped_blocks is None else self.flipped_blocks / max(self.blocks, 1)
 
 
@@ -69,9 +72,10 @@ class StepRecord:
 
     Args:
         number: of the mask update since recording began, from 1.
-        seconds: that it took on this rank.
-        collectives, bytes: that this rank took part in, and handed to them.
-        tables: what changed in each.
+        seconds: duration on this rank.
+        collectives: number of collectives that this rank took part in.
+        bytes: sent by this rank in these.
+        tables: changes of each.
     """
 
     number: int
@@ -81,7 +85,7 @@ class StepRecord:
     tables: tuple[MaskChange, ...]
 
 
-# What becomes of a lookup of a following table: counts of SlotChange.
+# Fates of a lookup of a following table: attributes of SlotChange, and their texts.
 FATES = {
     "kept": "found a row",
     "removed": "hit removed rows",
@@ -92,16 +96,16 @@ FATES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotChange:
-    """Lookups of a following table since the update before, by what became of their ids, and the
-    rows that change hands; over all ranks.
+    """Lookups of a following table since the last update, by the fate of their ids, and the rows
+    that this update assigns; over all ranks.
 
     Args:
         name: of the table.
         lookups: in training batches.
-        removed: of ids without a row that were looked up before.
-        unseen: of ids without a row that never were, or so long ago that their count is gone.
-        out_of_range: of ids that the table does not have.
-        came, went: ids that get a row in this update, and ids that lose theirs.
+        removed: lookups of ids without a row that were looked up before.
+        unseen: lookups of ids without a row that never were, or whose count has been dropped.
+        out_of_range: lookups of ids that the table does not have.
+        came, went: number of ids that get a row in this update, and of ids that lose their row.
     """
 
     name: str
@@ -133,11 +137,10 @@ class GuardCheck:
     Args:
         step: of the schedule, counted from 0.
         metric: of this validation.
-        best: the best metric of validations that held, this one included.
-        holds: the metric is not below it by more than the tolerance.
-        undone: the step of the mask update that this validation has undone.
-        sparsity: the fraction of blocks that is removed after that, over all tables; None if
-            nothing was undone.
+        best: the best metric of the validations that passed, this one included.
+        holds: whether it passed: the metric is at most the tolerance below the best.
+        undone: step of the mask update that this validation has undone; None if it undid none.
+        sparsity: fraction of removed blocks after that, over all tables; None likewise.
     """
 
     step: int
@@ -155,14 +158,14 @@ class TableStats:
     Args:
         name: of the table.
         shape: global (rows, columns); of plain data as a matrix.
-        dtype: of the weights; in a run that was read, its name, such as ``"float32"``.
+        dtype: of the weights; its name, such as ``"float32"``, in a run that was read back.
         sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"``, ``"dtensor"`` or
             ``"plain"``.
         shards: number of distinct pieces over all ranks.
         sparse_block_shape: as configured; None for a sparsifier without blocks.
         target: configured sparsity_level; None without one.
-        blocks: what the mask counts: sparse blocks, or elements where it is not constant on blocks.
-        removed_blocks: how many of them are removed.
+        blocks: number of sparse blocks, or of elements if the mask is not constant on blocks.
+        removed_blocks: number of removed blocks.
         mask_bytes: bytes of masks over all ranks.
         table_bytes: bytes of the dense table, one replica.
         kept_bytes: bytes of its kept elements.

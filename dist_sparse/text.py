@@ -1,9 +1,9 @@
 """Numbers, shapes and tables as text for a terminal or a page.
 
-Plain standard library: ``dist-sparse doctor`` prints its table where torch is missing. Numbers have
-no locale and at most four significant digits, so that the same number always reads the same; bytes
-are in powers of 1024. Names come from models and logs: control characters in them are escaped
-(:func:`printable`).
+- The standard library alone: ``dist-sparse doctor`` runs where torch is missing.
+- A number always reads the same: no locale, at most four significant digits, bytes in powers of
+  1024.
+- Names come from models and logs: :func:`printable` escapes control characters in them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, zip_longest
-from operator import attrgetter
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
-# Bytes from which on the next unit is shorter: "1,010 KiB" has a digit too many.
+# From these bytes on, size() takes the next unit: three digits would round to "1000 KiB".
 _LARGEST = [999.5 * 1024**power for power in range(6)]
 
-# Cells up to here do not wrap.
+# Cells of at most so many characters do not wrap.
 _SHORT = 16
 
 
@@ -34,22 +33,21 @@ def printable(text: str) -> str:
     Control and format characters (``\x1b``, ``\n``, ``\u202e``), lone surrogates and unassigned
     code points are written as Python's ``repr`` writes them.
     """
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def shortened(value: object, most: int = 80) -> str:
-    """Return ``repr(value)``, with the middle left out where it is longer than ``most``
-    characters."""
+    """Return ``repr(value)``, in at most ``most`` characters: the middle is left out."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
-    """Return a text in lines that fit the terminal, the later ones indented. It is broken at
-    blanks only: a longer word, such as a URL, stays whole."""
+    """Return a text in lines that fit the terminal, indented from the second line on. Lines break
+    at blanks only: a URL stays whole."""
     return textwrap.wrap(
         text,
-        _terminal(),
+        _terminal_width(),
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
@@ -65,7 +63,7 @@ def table_lines(
     """Return the lines of a table that fits the terminal: head, rule, rows and, below another rule,
     the totals.
 
-    Where it is too wide, heads and long texts wrap at blanks. If that is not enough, a row takes
+    In a narrow terminal, heads and long texts wrap at blanks. If that is not enough, a row takes
     several lines: as many cells as fit, and the others indented below. No cell is cut.
 
     Args:
@@ -75,69 +73,77 @@ def table_lines(
         totals: last rows.
     """
     cells = [[*map(printable, row)] for row in (*rows, *totals)]
-    # The first column names its row, and numbers have a blank before their unit.
-    whole = {0, *right}
     columns = []
     for place, texts in enumerate(zip(head, *cells, strict=True)):
-        columns.append(_Column(texts, place in right, place in whole))
-    blocks = _blocks(columns, _terminal())
+        # Names stay whole, and so do numbers: "1.30 MiB" must not break at its blank.
+        whole = place == 0 or place in right
+        columns.append(_Column(texts, place in right, whole))
+    blocks = _blocks(columns, _terminal_width())
     if totals:
+        # The rule below the head is repeated above the totals.
         blocks.insert(-len(totals), blocks[1])
     return [*chain(*blocks)]
 
 
 class _Column:
-    """A column of a table, as wide as its longest cell at first.
+    """A column of a table. Its width begins with the longest cell; :func:`_blocks` reduces it.
 
     Args:
         cells: its head and its cells.
-        right: align them right.
-        whole: no cell wraps.
+        right: whether they are aligned right.
+        whole: whether no cell wraps.
     """
 
     def __init__(self, cells: Sequence[str], right: bool, whole: bool) -> None:
-        self.cells, self.form = cells, "{:>{}}" if right else "{:<{}}"
+        self.cells = cells
+        # A format for a cell and the width.
+        self.form = "{:>{}}" if right else "{:<{}}"
         self.width = max(1, *map(len, cells))
         longest = self.width if whole else _SHORT
+        # Pieces that must not break: words of the head, short cells, words of long cells.
         pieces = cells[0].split()
         for cell in cells[1:]:
             pieces += [cell] if len(cell) <= longest else cell.split()
-        # Narrower, a head would break inside a word, or a cell that stays whole.
         self.least = max(map(len, pieces), default=1)
 
 
 def _blocks(columns: Sequence[_Column], room: int) -> list[list[str]]:
-    """Return the lines of the head, of a rule, and of each row."""
-    # Two blanks between columns.
+    """Return the lines of the head, of a rule, and of each row, at most ``room`` wide."""
+    # The right ends of the columns at their least widths, with two blanks after each.
     ends = [*accumulate(column.least + 2 for column in columns)]
+    # The first column is shown, even if it does not fit.
     fit = max(1, bisect_right(ends, room + 2))
     shown, below = columns[:fit], columns[fit:]
-    narrowest, widest = ends[fit - 1] - 2, sum(column.width + 2 for column in shown) - 2
+    narrowest = ends[fit - 1] - 2
+    widest = sum(column.width + 2 for column in shown) - 2
+    # Take away one character at a time, from the widest column that can still wrap.
     for _ in range(widest - max(room, narrowest)):
-        wide = max(shown, key=lambda column: (column.width > column.least, column.width))
-        wide.width -= 1
+        widest_column = max(shown, key=lambda column: (column.width > column.least, column.width))
+        widest_column.width -= 1
     blocks = [_row_lines(shown, row) for row in range(len(columns[0].cells))]
     blocks.insert(1, ["  ".join("-" * column.width for column in shown)])
     if below:
         for block, more in zip(blocks, _blocks(below, room - 2), strict=True):
-            block += map("  {}".format, more)
+            block += [f"  {line}" for line in more]
     return blocks
 
 
 def _row_lines(columns: Sequence[_Column], row: int) -> list[str]:
-    cells = []
+    """Return the lines of a row; a cell that wraps makes several."""
+    wrapped_cells = []
     for column in columns:
-        cells.append(textwrap.wrap(column.cells[row], column.width, break_on_hyphens=False))
-    form = "  ".join(map(attrgetter("form"), columns))
-    widths = [*map(attrgetter("width"), columns)]
+        text = column.cells[row]
+        wrapped_cells.append(textwrap.wrap(text, column.width, break_on_hyphens=False))
     lines = []
-    for line in zip_longest(*cells, fillvalue=""):
-        lines.append(form.format(*chain(*zip(line, widths, strict=True))).rstrip())
+    for texts in zip_longest(*wrapped_cells, fillvalue=""):
+        pairs = zip(columns, texts, strict=True)
+        cells = [column.form.format(text, column.width) for column, text in pairs]
+        lines.append("  ".join(cells).rstrip())
     return lines
 
 
-def _terminal() -> int:
-    # 80 where there is none, as in a file, a notebook or a job's log.
+def _terminal_width() -> int:
+    # 80 without a terminal, as in a file, a notebook or a job's log.
     return shutil.get_terminal_size().columns
 
 
@@ -157,11 +163,11 @@ def block_shape_text(block: Sequence[int | str] | None) -> str:
 
 
 def block_text(block: Sequence[int | str] | None, zeros: int | None = None) -> str:
-    """Return how many elements a pruned block loses: a number, ``all``, or a dash without a
+    """Return the number of elements that a pruned block loses, or ``all``; a dash without a
     block."""
     if block is None:
         return "-"
-    # ROW and COL are as large as the table: no number is known to be all of it.
+    # ROW and COL depend on the table: the size of such a block is not known.
     sizes = [size for size in block if not isinstance(size, str)]
     whole = zeros is None or (len(sizes) == len(block) and zeros == math.prod(sizes))
     return "all" if whole else str(zeros)
@@ -173,8 +179,8 @@ def mib(count: int) -> str:
 
 
 def amount(value: float) -> str:
-    """Return four significant digits, all digits of whole numbers: ``0.6990``, ``-1.235e-07``,
-    ``1,385,728``."""
+    """Return a number with four significant digits, a whole number with all: ``0.6990``,
+    ``-1.235e-07``, ``1,385,728``."""
     if float(value).is_integer() and abs(value) < 1e15:
         return count(int(value))
     return f"{value:#.4g}".removesuffix(".") if 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
@@ -191,18 +197,17 @@ def number_of(value: int, noun: str, nouns: str | None = None) -> str:
 
 
 def level_text(level: float | str) -> str:
-    """Return a level for people: four digits; of rows without a lookup the word."""
+    """Return a level with four digits; ``untouched`` is returned as it is."""
     return level if isinstance(level, str) else f"{level:.4g}"
 
 
 def percent(share: float | None) -> str:
-    """Return a share in [0, 1] as ``79.9%``, a dash for None; more digits where one would read as
-    nothing or all."""
+    """Return a fraction in [0, 1] as ``79.9%``, a dash for None."""
     if share is None:
         return "-"
     value = 100 * share
     rounded = f"{value:.1f}%"
-    # One decimal, unless it would round to nothing or all.
+    # One decimal, unless a small fraction would read as 0.0%, or a large one as 100.0%.
     if value in (0, 100) or rounded not in ("0.0%", "-0.0%", "100.0%"):
         return rounded
     return f"{value:.3g}%" if abs(value) < 1 else f"{value:.4f}%"
@@ -219,7 +224,7 @@ def duration(seconds: float) -> str:
     """Return ``850 ms``, ``12.3 s``, ``4 min 05 s`` or ``3 h 20 min``."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
-    # From here on it would round to 60.0.
+    # Above, it would round to "60.0 s".
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -228,21 +233,18 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-# Progress of long work, for people who watch it.
-
-
-# Counts what is done.
+# Advances a progress bar by a number of units.
 Bar = Callable[[float], object]
 
 
 @contextmanager
 def progress(what: str, total: int, unit: str, *, shown: bool) -> Iterator[Bar]:
-    """Yield a function that counts what is done on a bar of tqdm's: on a terminal alone, and if
+    """Yield a function that advances a progress bar. The bar is drawn on a terminal only, and if
     tqdm is installed."""
     if importlib.util.find_spec("tqdm") is None:
         yield lambda done: None
         return
-    # To tqdm, None means: on a terminal alone.
+    # None: tqdm hides the bar if stderr is no terminal.
     hidden = None if shown else True
     bars = importlib.import_module("tqdm")
     with bars.tqdm(total=total, desc=what, unit=f" {unit}", unit_scale=True, disable=hidden) as bar:

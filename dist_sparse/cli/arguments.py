@@ -1,4 +1,4 @@
-"""Values of command-line arguments: sizes, counts, levels, block shapes, and functions by name.
+"""Values of command-line arguments: sizes, shares, counts, tolerances, and functions by name.
 
 Each ``parse_*`` is a type for argparse: its error message states the rule. Needs no torch.
 """
@@ -22,7 +22,7 @@ _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 class EntryError(ValueError):
-    """There is no such function, it failed or returns something else. The message is for users."""
+    """FUNCTION does not exist, has failed or returned a wrong type. The message is for users."""
 
 
 def model_from(entry: str) -> Any:
@@ -34,68 +34,67 @@ def model_from(entry: str) -> Any:
         entry: ``package.module:function`` or ``file.py:function``.
 
     Raises:
-        EntryError: there is no such file, module or function, it takes arguments, it failed, or it
-            returns something else.
+        EntryError: the file, module or function does not exist, takes arguments, fails, or returns
+            a wrong type.
     """
-    # What `plan` and `frontier` read: one function serves both.
-    returned = _called(_function(entry))
-    model, _ = _pair(returned)
-    if not hasattr(model, "named_modules"):  # torch need not be there to say so
+    # `plan` ignores evaluate, so that it takes the functions of `frontier` too.
+    returned = _call_user_code(_import_function(entry))
+    model, _ = _split(returned)
+    # Not isinstance(): this module does not import torch.
+    if not hasattr(model, "named_modules"):
         kind = type(returned).__name__
         raise EntryError(f"returned {kind}; must return a torch.nn.Module, or (model, evaluate).")
     return model
 
 
 def model_and_evaluate(entry: str) -> tuple[Any, Any, Callable[[float], tuple[Any, Any]] | None]:
-    """Call the function that ``entry`` names, and return its ``(model, evaluate)``, and what calls
-    it with its parameter ``columns``, if it has one.
+    """Call the function that ``entry`` names; return ``(model, evaluate, train)``.
+
+    ``train(columns)`` calls the function again, for a model with that fraction of the columns. It
+    is None if the function has no parameter ``columns``.
 
     Args:
         entry: as for :func:`model_from`.
 
     Raises:
-        EntryError: likewise; and where ``evaluate`` fails.
+        EntryError: as for :func:`model_from`. ``evaluate`` and ``train`` raise it too.
     """
-    function = _function(entry)
+    function = _import_function(entry)
 
-    def called(**columns: float) -> tuple[Any, Any]:
-        model, evaluate = _pair(_called(function, **columns))
+    def build(**columns: float) -> tuple[Any, Any]:
+        model, evaluate = _split(_call_user_code(function, **columns))
         if not callable(evaluate):
             raise EntryError("must return (model, evaluate), where evaluate is a function.")
-        return model, partial(_called, evaluate)
+        return model, partial(_call_user_code, evaluate)
 
-    def smaller(columns: float) -> tuple[Any, Any]:
-        return called(columns=columns)
+    def train(columns: float) -> tuple[Any, Any]:
+        return build(columns=columns)
 
     has_columns = "columns" in inspect.signature(function).parameters
-    return *called(), smaller if has_columns else None
+    return *build(), train if has_columns else None
 
 
-def _pair(returned: Any) -> tuple[Any, Any]:
-    """Return a model and its evaluate, which is None if the model alone was returned."""
+def _split(returned: Any) -> tuple[Any, Any]:
+    """Return ``(model, evaluate)``; evaluate is None if the function returned the model alone."""
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
     return returned, None
 
 
 def parse_budget(text: str) -> int | str:
-    """Return ``512MiB`` or ``4096`` as bytes; ``10%`` as it is, to be checked where it is used.
+    """Return ``512MiB`` or ``4096`` as bytes, ``10%`` unchanged.
 
     Raises:
         ArgumentTypeError: not a size.
     """
-    # The share is of a model that is not loaded yet.
+    # `plan` resolves a share: the bytes of the model are not known yet.
     if text.endswith("%"):
         parse_share(text)
         return text
-    # ASCII: \d would take digits of other scripts.
     if re.fullmatch(r"[1-9]\d?", text, re.ASCII):
         raise ArgumentTypeError(f"No table fits in {text} bytes. Did you mean {text}%?")
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?(|[KMGT]iB)", text, re.ASCII)
-    if match is None:
-        raise ArgumentTypeError(
-            f"Invalid size {text!r}: must be a share such as 10%, or bytes such as 4096 or 512MiB."
-        )
+    rule = f"size {text!r}: must be a share such as 10%, or bytes such as 4096 or 512MiB"
+    match = _match(r"(\d{1,18}(?:\.\d+)?) ?(|[KMGT]iB)", text, rule)
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -105,12 +104,8 @@ def parse_share(text: str) -> float:
     Raises:
         ArgumentTypeError: not a percentage.
     """
-    match = re.fullmatch(r"(100|\d?\d(?:\.\d+)?) ?%", text, re.ASCII)
-    if match is None:
-        raise ArgumentTypeError(
-            f"Invalid share {text!r}: must be a percentage such as 10%, at most 100%."
-        )
-    return float(match[1]) / 100
+    rule = f"share {text!r}: must be a percentage such as 10%, at most 100%"
+    return float(_match(r"(100|\d?\d(?:\.\d+)?) ?%", text, rule)[1]) / 100
 
 
 def parse_count(text: str) -> int:
@@ -119,27 +114,43 @@ def parse_count(text: str) -> int:
     Raises:
         ArgumentTypeError: not a whole number of at least 1.
     """
-    if re.fullmatch(r"[1-9]\d*", text, re.ASCII) is None:
-        raise ArgumentTypeError(f"Invalid {text!r}: must be a whole number, at least 1.")
-    return int(text)
+    return int(_match(r"[1-9]\d*", text, f"{text!r}: must be a whole number, at least 1")[0])
 
 
-def _function(entry: str) -> Callable[..., Any]:
+def parse_tolerance(text: str) -> float:
+    """Return a difference of a metric.
+
+    Raises:
+        ArgumentTypeError: not a number of at least 0.
+    """
+    rule = f"{text!r}: must be a number such as 0.002, at least 0"
+    return float(_match(r"(\d+|\d*\.\d+)(e-\d+)?", text, rule)[0])
+
+
+def _match(pattern: str, text: str, rule: str) -> re.Match[str]:
+    # ASCII: \d would match digits of other scripts.
+    match = re.fullmatch(pattern, text, re.ASCII)
+    if match is None:
+        raise ArgumentTypeError(f"Invalid {rule}.")
+    return match
+
+
+def _import_function(entry: str) -> Callable[..., Any]:
     """Import the function that ``entry`` names. The file's folder, or the current one, comes first
     on ``sys.path``, as for a script.
 
     Raises:
-        EntryError: there is no such file, module or function, the module failed, or the function
+        EntryError: the file, module or function does not exist, the module fails, or the function
             takes arguments.
     """
     parts = re.fullmatch("(.+):(.+)", entry)
     if parts is None:
         raise EntryError("must be package.module:function or file.py:function.")
     where, name = parts.groups()
-    function: Callable[..., Any] | None = _called(_names_in, where).get(name)
+    function: Callable[..., Any] | None = _call_user_code(_load_names, where).get(name)
     if not callable(function):
         raise EntryError(f"{where} has no function {name!r}.")
-    # Parameters with defaults are fine.
+    # bind() accepts parameters that have defaults.
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -147,18 +158,18 @@ def _function(entry: str) -> Callable[..., Any]:
     return function
 
 
-def _names_in(where: str) -> dict[str, Any]:
+def _load_names(where: str) -> dict[str, Any]:
     """Run a file, or import a module, and return its names."""
     if where.endswith(".py"):
         sys.path.insert(0, str(Path(where).resolve().parent))
         # Not `__main__`: a training script would start to train.
         return runpy.run_path(where, run_name=Path(where).stem)
-    # A console script does not have the current folder there.
+    # The current folder, which a console script does not have on its path.
     sys.path.insert(0, "")
     return vars(importlib.import_module(where))
 
 
-def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _call_user_code(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call the user's code, and turn its exception into an EntryError that says where it was
     raised."""
     try:
@@ -166,17 +177,20 @@ def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     except EntryError:
         raise
     except (Exception, SystemExit) as error:
-        # The callers of the user's code come first in the traceback, its callees (torch) last.
-        # A syntax error has no line that ran.
+        # A traceback begins with the caller of the user's code and ends inside its callees, such as
+        # torch. So the first file that is not ours is the user's, and its last line in the
+        # traceback is the most precise one. A syntax error has no such file.
         frames = traceback.extract_tb(error.__traceback__)
-        users = [(frame.filename, frame.lineno) for frame in frames]
-        # The line of each file that ran last, the user's own file first.
-        lines = {file: line for file, line in users if not file.startswith(_MACHINERY)}
+        lines = {
+            frame.filename: frame.lineno
+            for frame in frames
+            if not frame.filename.startswith(_MACHINERY)
+        }
         place = ""
         if lines:
             file = next(iter(lines))
             place = f" at {os.path.relpath(file)}:{lines[file]}"
-        # One line: messages of torch have many.
+        # The first line: torch's messages have many.
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise EntryError(f"it failed{place} with {what}") from error
 

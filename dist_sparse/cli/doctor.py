@@ -1,9 +1,9 @@
 """Findings of `dist-sparse doctor`: whether this machine can train a TorchRec model, and the
 commands that fix it.
 
-Reads the metadata of what is installed, and changes nothing. A bad mix of releases can crash the
-interpreter or hang, and torch may be missing: torch, TorchRec and FBGEMM are never imported here,
-but probed in processes of their own with a time limit.
+It reads the metadata of installed packages, and changes nothing. torch, TorchRec and FBGEMM are
+never imported in this process: they may be missing, and a bad mix of releases can crash or hang the
+interpreter. They are probed in processes of their own, with a time limit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 # What TorchRec requires besides torch and FBGEMM.
 _OF_TORCHREC = 'iopath numpy pyre-extensions tensordict "torchmetrics==1.0.3" tqdm'
 
+# Time limit of a probe, far above the time that importing TorchRec takes.
 _SECONDS = 120.0
+
+# Programs of the probes.
 
 TORCH = """
 import json, torch
@@ -58,10 +61,10 @@ class Finding:
     """Result of one check.
 
     Args:
-        what: what was checked.
-        ok: whether it is there and works.
+        what: name of the check.
+        ok: whether it is installed and works.
         says: a version, or the problem.
-        fix: the command that fixes it.
+        fix: the command that fixes the problem.
     """
 
     what: str
@@ -79,73 +82,75 @@ class Diagnosis:
 
     @property
     def broken(self) -> list[Finding]:
-        """What is missing or does not work."""
-        return [each for each in self.findings if not each.ok]
+        """Findings of what is missing or does not work."""
+        return [finding for finding in self.findings if not finding.ok]
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as JSON-able values."""
         return {"can_train": not self.broken, **asdict(self)}
 
     def text(self, verbose: bool = False) -> str:
-        """Return the verdict, and below it what is broken with the commands that fix it; if
-        ``verbose`` all findings."""
+        """Return the verdict, the findings that are broken (all if ``verbose``), and the commands
+        that fix them."""
         verdict = f"Everything needed to train is here, on {self.device}."
-        if names := ", ".join(each.what for each in self.broken):
+        if self.broken:
+            names = ", ".join(finding.what for finding in self.broken)
             verdict = f"TorchRec models can't be trained here: {names}."
         lines = wrapped(verdict)
-        for each in self.findings if verbose else self.broken:
-            lines += wrapped(f"  {each.what}: {printable(each.says)}", indent="    ")
-        # One command may fix several findings.
-        for fix in dict.fromkeys(each.fix for each in self.broken):
+        for finding in self.findings if verbose else self.broken:
+            lines += wrapped(f"  {finding.what}: {printable(finding.says)}", indent="    ")
+        # Each command once: it may fix several findings.
+        for fix in dict.fromkeys(finding.fix for finding in self.broken):
             lines += ["", "To fix:", f"  {fix}"]
-            # pip would take torch for another CUDA version from PyPI.
+            # PyPI has torch for one CUDA version only, which may not be the machine's.
             if " URL" in fix:
                 lines.append("  URL: PyTorch's package index for your CUDA version, or for CPUs.")
         return "\n".join(lines)
 
 
 def examine(progress: Callable[[str], None]) -> Diagnosis:
-    """Run all checks; takes as long as TorchRec needs to load, at most two minutes for each of
-    three probes.
+    """Run all checks. This takes as long as TorchRec takes to load, and at most two minutes for
+    each of three probes.
 
     Args:
-        progress: called with the name of each check that may take long, before it.
+        progress: called with the name of each slow check, before it.
     """
     versions = installed()
     progress("torch")
-    fault, printed = probed(TORCH) if "torch" in versions else ("not installed", "")
+    torch_fault, printed = probe(TORCH) if "torch" in versions else ("not installed", "")
     # The last line: packages may print when they are imported.
-    torch = json.loads(printed.splitlines()[-1]) if fault is None else {"gpus": 0}
-    # Which FBGEMM is needed depends on it.
+    torch = json.loads(printed.splitlines()[-1]) if torch_fault is None else {"gpus": 0}
+    # With a GPU, FBGEMM must be the CUDA build.
     cuda = torch["gpus"] > 0
     reinstall, install = _fixes(versions, cuda)
     gemms = sorted(versions.keys() & _FBGEMM)
     gemm = " ".join(versions[name] for name in gemms)
     remove = f"{_PIP} uninstall -y {' '.join(gemms)} && " if gemms else ""
-    missing = None if "torchrec" in versions else "not installed"
-    wrong = _fault_of_fbgemm(gemms, cuda)
+    torchrec_fault = None if "torchrec" in versions else "not installed"
+    fbgemm_fault = _fault_of_fbgemm(gemms, cuda)
     findings = [
-        _finding("torch", fault, versions.get("torch", ""), reinstall),
-        _finding("torchrec", missing, versions.get("torchrec", ""), install),
-        _finding("fbgemm", wrong, gemm, remove + install),
+        _finding("torch", torch_fault, versions.get("torch", ""), reinstall),
+        _finding("torchrec", torchrec_fault, versions.get("torchrec", ""), install),
+        _finding("fbgemm", fbgemm_fault, gemm, remove + install),
     ]
-    # Without one of them, or in a broken mix, a lookup would only fail once more.
-    if not any((fault, missing, wrong)):
+    # If one is missing or wrong, a lookup would only report the same fault again.
+    if not any((torch_fault, torchrec_fault, fbgemm_fault)):
         misfit = _misfit(versions, gemm)
         says = "torch, torchrec and fbgemm are of one release"
         findings.append(_finding("versions fit", misfit, says, install))
         if misfit is None:
             progress("TorchRec and FBGEMM")
-            findings.append(_finding("a lookup", probed(LOOKUP)[0], "works", install))
+            findings.append(_finding("a lookup", probe(LOOKUP)[0], "works", install))
+    # With GPUs, training uses NCCL: gloo is not checked.
     if cuda:
         return Diagnosis(tuple(findings), f"{torch['gpus']} GPU(s), CUDA {torch['cuda']}")
     device = "the CPU"
-    if fault is None:
+    if torch_fault is None:
         progress("communication")
-        # Its usual fault: the host name resolves to an address of no interface.
+        # The usual fault of gloo: the host name resolves to an address of no interface.
         fix = "export GLOO_SOCKET_IFNAME=lo"
-        findings.append(_finding("gloo", probed(GLOO)[0], "works", fix))
-        # It comes with the driver.
+        findings.append(_finding("gloo", probe(GLOO)[0], "works", fix))
+        # nvidia-smi comes with the driver.
         if shutil.which("nvidia-smi") is not None:
             device += f": there is a GPU's driver, but torch {versions['torch']} sees no GPU"
     return Diagnosis(tuple(findings), device)
@@ -156,7 +161,7 @@ def _finding(what: str, fault: str | None, says: str, fix: str) -> Finding:
 
 
 def _fault_of_fbgemm(gemms: list[str], cuda: bool) -> str | None:
-    # The two builds install the same files.
+    # The two builds install the same files: the one installed last overwrites the other.
     faults = {
         (): "not installed",
         _FBGEMM: "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other",
@@ -175,30 +180,32 @@ def _misfit(versions: Mapping[str, str], gemm: str) -> str | None:
 
 
 def _fixes(versions: Mapping[str, str], cuda: bool) -> tuple[str, str]:
-    """Return the command that installs the torch that fits the installed distributions, and the
-    one that installs TorchRec and FBGEMM for the installed torch, or all three.
+    """Return two commands: one that reinstalls torch, and one that installs TorchRec and FBGEMM.
 
-    If no release fits the torch, it is that of the installed TorchRec, or the latest.
+    The second one installs torch too, if no release of TorchRec fits the installed torch. Then the
+    release is the one of the installed TorchRec, or the latest.
     """
     here = versions.get("torch", "")
     fitting_torch, release = advised(here, versions.get("torchrec", ""))
     torch = f'"torch=={fitting_torch}.*" --extra-index-url URL'
-    # Otherwise the installed torch stays.
+    # A torch that fits stays installed.
     others = _OF_TORCHREC if fitting(here) else f"{torch} {_OF_TORCHREC}"
     pair = f'"{_FBGEMM[not cuda]}=={release}.*" "torchrec=={release}.*"'
-    # torchrec requires the CUDA fbgemm-gpu by name: pip must not follow its requirements.
+    # --no-deps: torchrec requires fbgemm-gpu, the CUDA build, by name. Its other requirements are
+    # in _OF_TORCHREC.
     install = f"{_PIP} install {others} && {_PIP} install --force-reinstall --no-deps {pair}"
-    # pip would keep a torch that is broken.
+    # --force-reinstall: pip keeps a broken torch of the right version.
     return f"{_PIP} install --force-reinstall {torch}", install
 
 
-def probed(code: str) -> tuple[str | None, str]:
+def probe(code: str) -> tuple[str | None, str]:
     """Run ``code`` in a process of its own; return its error, if any, and its output."""
-    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    # An empty folder in PYTHONPATH is the current one too.
-    path = [str(Path(__file__).parents[2]), *(each for each in others if each not in ("", "."))]
-    # -P: without it the current folder comes first on sys.path, and its json.py or torch.py would
-    # run.
+    # Nothing is imported from the current folder, whose json.py or torch.py is not Python's: -P
+    # keeps it off sys.path, and an empty entry of PYTHONPATH means the same folder.
+    path = [str(Path(__file__).parents[2])]
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if folder not in ("", "."):
+            path.append(folder)
     command = [sys.executable, "-P", "-W", "ignore", "-c", code]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     try:
@@ -209,8 +216,8 @@ def probed(code: str) -> tuple[str | None, str]:
         return f"did not end within {_SECONDS:.0f} s", ""
     if done.returncode == 0:
         return None, done.stdout
-    # A signal: libraries of another build end in SIGSEGV, not in an error.
+    # A signal: mixed builds of libraries usually end in SIGSEGV.
     if done.returncode < 0:
         return f"the interpreter was killed by {signal.Signals(-done.returncode).name}", ""
-    # A traceback ends with the error.
+    # The last line of a traceback is the error.
     return (done.stderr.strip() or f"ended with status {done.returncode}").splitlines()[-1], ""

@@ -1,10 +1,10 @@
 """The command `dist-sparse`: each subcommand parses, calls one function of the package and prints
 the result.
 
-What a subcommand calls is imported when it runs, and torch with it: `--help` and `doctor` need no
-torch. Status 2 is for a command line that has to be changed, FUNCTION included; status 1 for what
-else a user can fix (a ValueError, a file that can't be read or written, a package that is missing).
-Both are a sentence or two; other exceptions keep their traceback.
+A subcommand imports its function, and torch with it, when it runs: `--help` and `doctor` need no
+torch. Exit status 2 means that the command line has to be changed, FUNCTION included; 1 is any
+other failure that a user can fix (a ValueError, a file that can't be read or written, a missing
+package). Both print a sentence or two; other exceptions keep their traceback.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from dist_sparse.cli.arguments import (
     parse_budget,
     parse_count,
     parse_share,
+    parse_tolerance,
 )
-from dist_sparse.launch.__main__ import Option, Parser, option
+from dist_sparse.launch.__main__ import Option, Parser, as_typed, option
 from dist_sparse.launch.__main__ import main as launch
 from dist_sparse.text import printable, wrapped
 
-_DESCRIPTION = "Sparsifies the embedding tables of TorchRec models while they train."
+_DESCRIPTION = "Finds embedding rows that training never read, removes them, exports the rest."
 
 _STATUS = "exit status: 0 success, 1 failure, 2 wrong command line"
 
@@ -56,17 +57,18 @@ def main(words: Sequence[str] | None = None) -> int:
     0 is success, 1 a failure that stderr explains, 2 an invalid command line, 130
     Ctrl-C, 141 a closed pipe; `launch` has others.
     """
-    # None: closed by the shell (>&-).
+    # The shell closed it: >&-.
     if sys.stdout is None:
         sys.exit("dist-sparse: standard output is closed")
-    # In a C locale a name may have no encoding.
+    # The C locale is ASCII: print() would raise on other names of tables.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _main(list(sys.argv[1:] if words is None else words))
-    except SystemExit:  # of argparse, which may have printed a help
-        # A closed pipe or a full disk counts more than the status of the help.
-        if status := _show("", end=""):
+        return _run_command(list(sys.argv[1:] if words is None else words))
+    except SystemExit:
+        # argparse exits after --help, whose text may still be buffered: flush it here, so that a
+        # full disk or a closed pipe is reported like any other.
+        if status := _print_text("", end=""):
             return status
         raise
     except KeyboardInterrupt:
@@ -74,11 +76,11 @@ def main(words: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def _main(words: list[str]) -> int:
+def _run_command(words: list[str]) -> int:
     if not words:
-        return _show(parser().format_help().rstrip())
+        return _print_text(parser().format_help().rstrip())
     if words[0] in ("-V", "--version"):
-        return _show(f"dist-sparse {dist_sparse.__version__}")
+        return _print_text(f"dist-sparse {dist_sparse.__version__}")
     if words[0] == "launch":
         # It parses for itself, `--help` included.
         return launch(words[1:], prog="dist-sparse launch")
@@ -88,21 +90,26 @@ def _main(words: list[str]) -> int:
         return _COMMANDS[name][0](options)
     except EntryError as error:
         what = f"Invalid FUNCTION={options.function!r}: {error}"
-        _fail(name, f"{what}\nUsage and options: dist-sparse {name} --help")
+        _print_failure(name, f"{what}\nUsage and options: dist-sparse {name} --help")
         return 2
     except ModuleNotFoundError as error:
-        # Commands load what they need when they run: most of them need no torch.
+        # Subcommands import lazily: this is the first time that the package was needed.
         how = "; dist-sparse doctor prints how to install it." if error.name == "torch" else "."
-        return _fail(name, f"needs {error.name}, which is not installed{how}")
+        return _print_failure(name, f"needs {error.name}, which is not installed{how}")
     except (ValueError, OSError, ImportError) as error:
-        return _fail(name, error)
+        return _print_failure(name, as_typed(str(error), _TYPED))
+
+
+# Options whose Python arguments have other names.
+_TYPED = {"path": "--out", "out": "--out", "methods": "--method", "metric": "--metric"}
 
 
 class Subcommand(Parser):
-    """Parser that looks for unknown options first: argparse would say that a misspelled one is
-    missing."""
+    """Parser that refuses unknown options first: of a misspelled required option, argparse would
+    only report that it is missing."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # `--` alone ends the options.
         for word in args:
             is_option = word.startswith("--") and word != "--"
             if is_option and word.partition("=")[0] not in self._option_string_actions:
@@ -125,69 +132,69 @@ def parser() -> Parser:
     what = "starts a training script on several processes, or writes files for Slurm and Kubeflow"
     commands.add_parser("launch", help=what)
     for name, (_, purpose, epilog, options) in _COMMANDS.items():
-        found = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=purpose,
             description=f"{purpose[0].upper()}{purpose[1:]}.",
             epilog=f"examples:\n{epilog}\n{_STATUS}\n",
             formatter_class=raw,
-            # More options would change what an abbreviation stands for.
+            # A new option could make an abbreviation in a user's script ambiguous.
             allow_abbrev=False,
         )
         for flags, settings in options:
-            found.add_argument(*flags, **settings)
+            subparser.add_argument(*flags, **settings)
     return whole
 
 
-# Output: text on stdout, one sentence per failure on stderr, and the exit status of either. A full
-# disk is a failure; a reader that closed the pipe ends the command as it ends other programs.
+# Output: text on stdout, one sentence per failure on stderr. Each function returns the exit status.
 
 
-def _show(text: str, end: str = "\n") -> int:
-    """Print; return the exit status."""
+def _print_text(text: str, end: str = "\n") -> int:
     try:
         # Flushed now: at exit, Python would report a full disk with a traceback.
         print(text, end=end, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try again when it exits
+        # Python flushes stdout again when it exits, and would print a second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(error, BrokenPipeError):
-            return 128 + signal.SIGPIPE  # as other programs do when their reader closes the pipe
+            # The status of a program that SIGPIPE ends, as in `... | head`.
+            return 128 + signal.SIGPIPE
         print(f"dist-sparse: can't write to standard output: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 
 
-def _answer(options: argparse.Namespace, value: object, text: str) -> int:
-    """Print JSON, or the text for people; return the exit status."""
-    return _show(json.dumps(value, indent=2, allow_nan=False) if options.json else text)
+def _print_result(options: argparse.Namespace, value: object, text: str) -> int:
+    """Print ``value`` as JSON if --json was given, else ``text``."""
+    return _print_text(json.dumps(value, indent=2, allow_nan=False) if options.json else text)
 
 
-def _fail(command: str, why: Exception | str) -> int:
-    """Print to stderr, in lines that fit the terminal; return the exit status."""
+def _print_failure(command: str, why: str) -> int:
+    """Print to stderr, in lines that fit the terminal."""
     for line in f"dist-sparse {command}: {why}".split("\n"):
-        # It may hold names of a model or a log.
+        # An error may quote names from a model or a log: control characters are escaped.
         print("\n".join(wrapped(printable(line), indent="  ")), file=sys.stderr)
     return 1
 
 
-def _progress(what: str) -> None:
-    """Say on a terminal what is checked, in one line that the next call replaces; nothing
-    elsewhere."""
+def _show_progress(what: str) -> None:
+    """On a terminal, print what is checked now, over the line of the last call; "" removes it."""
     if sys.stderr.isatty():
         text = f"checking {what} ..." if what else ""
+        # Carriage return, then "erase to the end of the line".
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _quiet() -> None:
-    """Keep what TorchRec and FBGEMM print at every start out of a command's output, from now on.
+def _silence_torchrec() -> None:
+    """Silence the notices that TorchRec and FBGEMM print at every start.
 
-    They are notices about their own internals, which a user of `dist-sparse` can do nothing about.
-    Errors, and warnings of other modules, are shown.
+    They concern their own internals, and a user of `dist-sparse` can do nothing about them. Errors,
+    and warnings of other modules, are shown.
     """
     # Notices about optional accelerators, and about tracing.
     for name in ("torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # TorchRec logs this one with the root logger.
+    # TorchRec logs this one with the root logger, whose level is the user's.
     logging.getLogger().addFilter(
         lambda record: "LOCAL_WORLD_SIZE from environment" not in str(record.msg)
     )
@@ -208,15 +215,15 @@ def _inspect(options: argparse.Namespace) -> int:
     from dist_sparse.report.summary import inspect_text, numbers
 
     folder = Path(options.folder)
-    is_step = folder.name.startswith("step-") or any(folder.glob("step-*"))
+    is_step = folder.is_dir() and any([folder.name.startswith("step-"), *folder.glob("step-*")])
     # Checkpoints have no JSON form.
     if is_step and not options.json:
-        # Needs torch, unlike runs.
+        # Imported here: it needs torch, and runs are read without torch.
         from dist_sparse.checkpoint.checkpoints import summary
 
-        return _show(summary(folder))
+        return _print_text(summary(folder))
     run = read_run(folder)
-    return _answer(options, numbers(run), inspect_text(run))
+    return _print_result(options, numbers(run), inspect_text(run))
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -227,30 +234,29 @@ def _report(options: argparse.Namespace) -> int:
     from dist_sparse.report.summary import numbers, summary
 
     run = read_run(*options.folders)
-    # A comparison does not replace the report of its first run.
+    # A name of its own: the comparison must not replace the report of its first run.
     default = run.folder / _COMPARISON if len(options.folders) > 1 else None
     page = write_report(run, options.out or default, svg=options.svg).resolve()
-    shown = _answer(options, numbers(run), summary(run, page))
-    # After the numbers: they are there even without a browser.
+    status = _print_result(options, numbers(run), summary(run, page))
+    # After the numbers, so that a machine without a browser prints them too.
     if options.open and not webbrowser.open(page.as_uri()):
-        return _fail("report", f"no browser was found to open {page.as_uri()}")
-    return shown
+        return _print_failure("report", f"no browser was found to open {page.as_uri()}")
+    return status
 
 
 def _plan(options: argparse.Namespace) -> int:
     from dist_sparse.planning.plan import plan
 
-    _quiet()
-    answer = plan(model_from(options.function), options.budget, rotate=options.rotate)
-    return _answer(options, answer.to_json(), str(answer))
+    _silence_torchrec()
+    planned = plan(model_from(options.function), options.budget, rotate=options.rotate)
+    return _print_result(options, planned.to_json(), str(planned))
 
 
 def _frontier(options: argparse.Namespace) -> int:
     from dist_sparse.planning.frontier import BUDGETS, frontier
 
-    # Before the import of TorchRec, which logs at once.
-    _quiet()
-    found = frontier(
+    _silence_torchrec()
+    measured = frontier(
         *model_and_evaluate(options.function),
         budgets=options.budget or BUDGETS,
         methods=options.method,
@@ -260,7 +266,7 @@ def _frontier(options: argparse.Namespace) -> int:
         tolerance=options.tolerance,
         out=options.out,
     )
-    return _answer(options, found.to_json(), str(found))
+    return _print_result(options, measured.to_json(), str(measured))
 
 
 def _serve_check(options: argparse.Namespace) -> int:
@@ -268,7 +274,7 @@ def _serve_check(options: argparse.Namespace) -> int:
     from dist_sparse.serving.manifest import summary
 
     manifest = check_artifact(options.folder, *options.deltas).manifest
-    return _answer(options, json.loads(manifest.to_text()), f"{summary(manifest)}\nok")
+    return _print_result(options, json.loads(manifest.to_text()), f"{summary(manifest)}\nok")
 
 
 def _merge(options: argparse.Namespace) -> int:
@@ -276,33 +282,33 @@ def _merge(options: argparse.Namespace) -> int:
     from dist_sparse.serving.manifest import summary
 
     manifest = merge(options.folder, *options.deltas, out=options.out)
-    return _show(f"{options.out}\n{summary(manifest)}")
+    return _print_text(f"{options.out}\n{summary(manifest)}")
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from dist_sparse.cli.doctor import examine
 
-    found = examine(progress=_progress)
-    _progress("")
-    status = _answer(options, found.to_json(), found.text(options.verbose))
-    # Output that could not be written comes first.
-    return max(status, bool(found.broken))
+    diagnosis = examine(progress=_show_progress)
+    _show_progress("")
+    status = _print_result(options, diagnosis.to_json(), diagnosis.text(options.verbose))
+    # The status of a failed print() is larger than 1 for a closed pipe, and wins.
+    return max(status, bool(diagnosis.broken))
 
 
 def _selftest(options: argparse.Namespace) -> int:
-    _quiet()
+    # Before the import: TorchRec logs when it is imported.
+    _silence_torchrec()
     from dist_sparse.selftest import as_text, selftest
 
     try:
-        found = selftest(options.device, options.nproc, _progress)
+        results = selftest(options.device, options.nproc, _show_progress)
     finally:
-        _progress("")
-    status = _answer(options, found, as_text(found))
-    # The result took minutes: it is shown also where the file can't be written.
+        _show_progress("")
+    status = _print_result(options, results, as_text(results))
+    # After the print: the results took minutes, and writing the file may fail.
     if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
-    # Output that could not be written comes first.
-    return max(status, not found["passed"])
+        options.out.write_text(json.dumps(results, indent=2) + "\n")
+    return max(status, not results["passed"])
 
 
 _JSON = option("--json", help="prints JSON, sizes in bytes", action="store_true")
@@ -321,7 +327,7 @@ _DELTAS = option(
     "deltas", help="deltas after it, of export(since=), in order", nargs="*", metavar="DELTA"
 )
 
-# By name, in the order of the help: what runs, its purpose, examples with notes, and options.
+# By name, in the order of --help: the function, its purpose, examples with notes, and options.
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Sequence[Option]]] = {
     "inspect": (
         _inspect,
@@ -411,8 +417,11 @@ same --out, an interrupted run goes on.
             ),
             option(
                 "--method",
-                help="bits, untouched, small, rotated, rows, mix, column or codes; default: all",
+                help="%(choices)s; may be repeated; default: all",
+                # METHODS of planning.frontier, which imports torch.
+                choices=("bits", "untouched", "small", "rotated", "rows", "mix", "column", "codes"),
                 action="append",
+                metavar="METHOD",
             ),
             option(
                 "--metric",
@@ -427,7 +436,7 @@ same --out, an interrupted run goes on.
             option(
                 "--tolerance",
                 help="smaller differences do not count; default: 0.002",
-                type=float,
+                type=parse_tolerance,
                 default=0.002,
                 metavar="X",
             ),

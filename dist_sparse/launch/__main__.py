@@ -1,18 +1,17 @@
-"""The launcher's command line: what is wrong in it is refused before anything is started."""
+"""Command line of the launcher. Wrong arguments are refused before any process starts."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,8 +34,8 @@ _EXAMPLES = """\
 def main(words: Sequence[str], *, prog: str = "python -m launch") -> int:
     """Run the command line `words` and return the exit code of the job.
 
-    It is 2 for wrong words, and 1 with one line of error where something can't be written or
-    started.
+    A wrong command line is 2. An interpreter that can't be started, or a file that can't be
+    written, is 1, with one line on stderr.
     """
     words = list(words)
     # `launch train.py` is `launch local train.py`.
@@ -48,7 +47,7 @@ def main(words: Sequence[str], *, prog: str = "python -m launch") -> int:
     try:
         return _COMMANDS[command][0](options)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(as_typed(str(error), _TYPED))
     except OSError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
@@ -79,32 +78,47 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
 }
 
 
+# The words on the command line for arguments of LaunchSpec and `run`.
+_TYPED = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(LaunchSpec)}
+_TYPED |= {"nproc_per_node": "--nproc", "rank": "--ranks", "script": "SCRIPT", "module": "SCRIPT"}
+
+
+def as_typed(message: str, typed: Mapping[str, str]) -> str:
+    """Return the message of an error, `Invalid argument=...`, with the option as the user typed it.
+
+    Args:
+        message: of a function in Python, which knows its arguments only.
+        typed: options by the names of these arguments.
+    """
+    argument = message.removeprefix("Invalid ").partition("=")[0]
+    return message.replace(f"{argument}=", f"{typed.get(argument, argument)}=", 1)
+
+
 def _write(text: str, path: Path | None) -> int:
     if path is None:
         print(text, end="", flush=True)
         return 0
-    # A new file is for its owner alone: it may hold secrets of --env.
+    # 0600: the file may hold secrets passed by --env.
     with open(path, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as out:
         out.write(text)
     return 0
 
 
 def _spec(options: argparse.Namespace) -> LaunchSpec:
-    # Options that were not given, or that the command lacks, have the defaults of LaunchSpec.
-    fields = inspect.signature(LaunchSpec).parameters
-    given = {name: value for name, value in vars(options).items() if name in fields}
+    # The parser has no defaults for these: an option that was not given keeps LaunchSpec's.
+    given = {name: value for name, value in vars(options).items() if name in _TYPED}
     given["module" if options.is_module else "script"] = options.target
     if options.args[:1] == ["--"]:
         given["args"] = options.args[1:]
     if hasattr(options, "rdzv_host_env"):
-        # Some schedulers leave the variable out on the very node that it would name.
+        # Some schedulers do not set the variable on the node that it names.
         host = os.environ.get(options.rdzv_host_env) or "localhost"
         given["rdzv_endpoint"] = f"{host}:{options.rdzv_port}"
-    return LaunchSpec(**{"name": _name(options.target), **given, "env": dict(options.env)})
+    return LaunchSpec(**{"name": _job_name(options.target), **given, "env": dict(options.env)})
 
 
-def _name(target: str) -> str:
-    """Return a job's name from its script or module."""
+def _job_name(target: str) -> str:
+    """Derive the name of a job from its script or module."""
     stem = Path(target).name.removesuffix(".py").rpartition(".")[2]
     # A name begins with a letter.
     name = re.sub("[^a-z0-9]+", "-", stem.lower()).lstrip("0123456789-")
@@ -113,23 +127,30 @@ def _name(target: str) -> str:
 
 # Parsers
 
-_MEANT = "did you mean {}?"
-
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose errors are two lines: what is wrong, and which command shows the options."""
+    """Parser whose errors are two lines: the mistake, and the command that shows the options."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = super().parse_known_args(args, namespace)
-        # argparse would let the parser above report it, whose options are others.
+        options, unknown = super().parse_known_args(args, namespace)
+        # A subcommand refuses its own unknown words. argparse passes them up to the main parser,
+        # whose error could only suggest the main parser's options.
         if unknown:
             self.unrecognized(unknown[0])
-        return found, unknown
+        return options, unknown
 
     def unrecognized(self, word: str) -> NoReturn:
         """Refuse a word that is no argument, and name the closest option."""
-        close = get_close_matches(word.partition("=")[0], self._option_string_actions, n=1)
-        self.error("; ".join([f"unrecognized arguments: {word}", *map(_MEANT.format, close)]))
+        hint = _closest(word.partition("=")[0], self._option_string_actions)
+        self.error(f"unrecognized arguments: {word}{hint}")
+
+    # From Python 3.14 on, `suggest_on_error=True` does the same.
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += _closest(value, action.choices or ())
+            raise
 
     def error(self, message: str) -> NoReturn:
         text = f"{self.prog}: error: {message}"
@@ -137,12 +158,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{text}\nUsage and options: {self.prog} --help\n")
 
 
+def _closest(word: str, known: Iterable[str]) -> str:
+    """Return the end of an error that names the closest known word; empty if none is close."""
+    return "".join(f"; did you mean {close}?" for close in get_close_matches(word, known, n=1))
+
+
 def option(*flags: str, **settings: Any) -> Option:
     """Return an entry of a table of options."""
     return flags, settings
 
 
-# argparse's refusals show the names of these two.
+# argparse prints the names of these two functions: "--ranks: invalid local_ranks value: 'x'".
 
 
 def local_ranks(text: str) -> list[int]:
@@ -158,7 +184,8 @@ def key_value(text: str) -> tuple[str, str]:
 
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 
-# The options of commands. One that is not given has no value, unless it has a default here.
+# Options by the commands that have them. The parser suppresses defaults: an option without one here
+# is absent from the namespace if it was not given.
 _OPTIONS: dict[str, list[Option]] = {
     "local torchrun sbatch kubeflow": [
         option(
@@ -240,13 +267,13 @@ _OPTIONS: dict[str, list[Option]] = {
 
 
 def _parser(prog: str, command: str) -> Parser:
-    commands = "\n".join(f"  {name:10}{what}" for name, (_, what) in _COMMANDS.items())
+    known = "\n".join(f"  {name:10}{purpose}" for name, (_, purpose) in _COMMANDS.items())
     parser = Parser(
-        # The command that is meant when none is given is shown as it is typed.
+        # `local` may be left out, and is left out of messages too.
         prog=f"{prog} {command}".removesuffix(" local"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=_COMMANDS[command][1],
-        epilog=f"commands:\n{commands}\n\nexamples:\n{_EXAMPLES.format(prog=prog)}",
+        epilog=f"commands:\n{known}\n\nexamples:\n{_EXAMPLES.format(prog=prog)}",
         usage=f"{prog} [COMMAND] [OPTIONS] SCRIPT [-- ARGS]",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -255,14 +282,15 @@ def _parser(prog: str, command: str) -> Parser:
     script = "what every rank runs; its ARGS follow it, optionally after `--`"
     add("target", metavar="SCRIPT", help=script)
     add("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
-    tables = [table for commands, table in _OPTIONS.items() if command in commands.split()]
-    for flags, settings in chain.from_iterable(tables):
-        add(*flags, **settings)
+    for commands, options in _OPTIONS.items():
+        if command in commands.split():
+            for flags, settings in options:
+                add(*flags, **settings)
     if command == "torchrun":
-        either = parser.add_mutually_exclusive_group().add_argument
-        either("--rdzv-endpoint", help="where the nodes meet: HOST:PORT of one of them")
+        add_either = parser.add_mutually_exclusive_group().add_argument
+        add_either("--rdzv-endpoint", help="where the nodes meet: HOST:PORT of one of them")
         host = "instead: the variable that holds HOST; localhost if it is empty"
-        either("--rdzv-host-env", help=host)
+        add_either("--rdzv-host-env", help=host)
     return parser
 
 

@@ -1,7 +1,7 @@
-"""What runs in a job's processes before torchrun and before the script of each rank.
+"""Wrappers around torchrun and around the script of each rank, in the processes of a job.
 
-This file is run by its path, outside the package: the interpreter of a job need not have
-`dist_sparse`. Of torch, only the public API is used. A rank that fails leaves torchrun's error
+This file is run by its path, outside of the package: the interpreter of a job need not have
+`dist_sparse`. It uses the public API of torch alone. A rank that fails writes torchrun's error
 file, by torch's `@record`.
 """
 
@@ -19,7 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-# ProcessFailure of torch, by the local rank that failed.
+# torch's ProcessFailure by rank.
 Failures = dict[int, Any]
 
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
@@ -28,13 +28,13 @@ _FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 def torchrun(shown: str, words: list[str]) -> int:
     """Run torchrun in this process and return the exit code of the job.
 
-    That is the code of the rank that failed first, or 128 + n if signal n killed it or was sent to
-    this process. The last line on standard error names the rank, its exception and the line of the
-    script.
+    It is the code of the rank that failed first, or 128 + n if signal n killed that rank or was
+    sent to this process. The last line on standard error names the rank, its exception and the line
+    of the script.
 
     Args:
-        shown: local ranks whose output is shown, as in `0,1`; empty for all. The traceback of any
-            other is printed.
+        shown: local ranks whose output is shown, as in `0,1`; empty for all. If another rank fails,
+            its traceback is printed here.
         words: torchrun's arguments.
     """
     from torch.distributed import run
@@ -44,11 +44,11 @@ def torchrun(shown: str, words: list[str]) -> int:
     try:
         run.main(words)
     except ChildFailedError as error:
-        number, failure = _first(error.failures)
+        number, failure = _first_failure(error.failures)
         text, trace = _describe(failure)
         if shown and str(failure.local_rank) not in shown.split(","):
             print(trace, end="", file=sys.stderr)
-        # As a shell reports a signal.
+        # A negative exit code is a signal, which shells report as 128 + n.
         code: int = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
         print(f"launch: rank {number} {text} (exit code {code})", file=sys.stderr)
         return code
@@ -57,33 +57,35 @@ def torchrun(shown: str, words: list[str]) -> int:
     return 0
 
 
-def _first(failures: Failures) -> tuple[int, Any]:
-    """Return the rank that failed first. torch's own `get_first_failure` compares whole seconds."""
+def _first_failure(failures: Failures) -> tuple[int, Any]:
+    """Return rank and failure of the rank that failed first. torch's own `get_first_failure`
+    compares whole seconds."""
 
     def time_of(item: tuple[int, Any]) -> tuple[bool, float]:
         failure = item[1]
-        # torchrun ends the other ranks by SIGTERM, and then lists them too.
+        # Last: torchrun ends the other ranks by SIGTERM, and lists them as failures too.
         ended = failure.exitcode == -signal.SIGTERM
         # A rank that was killed leaves no file.
         with contextlib.suppress(OSError):
             return ended, os.stat(failure.error_file).st_mtime
-        # The second in which torchrun saw it; by then, others may have failed because of it.
+        # The timestamp is when torchrun noticed, in whole seconds. By then, others may have failed
+        # because of this one: a second earlier puts it before them.
         return ended, failure.timestamp - 1
 
     return min(failures.items(), key=time_of)
 
 
 def _describe(failure: Any) -> tuple[str, str]:
-    """Return how a rank failed, in one line, and its traceback; the traceback is empty where the
-    rank left no error file."""
-    # A str where torchrun itself wrote it, for a rank that left none.
+    """Return a line about a failure, and the traceback; it is empty if the rank left no error
+    file."""
+    # A dict by `@record`; a str by torchrun itself, for a rank that left no file.
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
         return f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else "failed", ""
     trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
     what = str(message.get("message", "")).partition("\n")[0][:300]
-    # A chain of exceptions ends with the one that was raised. Its outermost frame is the script's
-    # own.
+    # The last traceback of a chain is that of the exception that ended the rank. Its outermost
+    # frames are in the script, and the last line in the script's own file is the most precise.
     last = trace.rpartition("Traceback (most recent call last)")[2]
     frames = [frame for frame in _FRAME.findall(last) if frame[0] not in _harness()]
     where = ""
@@ -96,7 +98,7 @@ def _describe(failure: Any) -> tuple[str, str]:
 def rank(words: list[str]) -> None:
     """Run the script, or `-m` and the module, with its arguments, as `python` would.
 
-    Lines are written whole: torchrun puts a prefix before whatever one write holds.
+    Output is flushed by line, because torchrun prefixes the result of each write.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -109,13 +111,14 @@ def rank(words: list[str]) -> None:
     try:
         record(_run)(words)
     except BaseException:
-        # torchrun ends the other ranks once one has exited: one that failed by itself, and is about
-        # to exit, keeps its exit code and its traceback. A rank that hangs here gets a SIGKILL.
+        # When one rank has exited, torchrun sends SIGTERM to the others. A rank that has failed by
+        # itself ignores it while it exits, and so keeps its exit code and its traceback. If it
+        # hangs here, torchrun's SIGKILL ends it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise
     finally:
-        # gloo's threads need the interpreter to release the tensors of the last collective. Where
-        # they get to it only while the interpreter exits, torch aborts the process
+        # gloo's threads need the interpreter to release the tensors of the last collective. If they
+        # get the GIL only while the interpreter exits, torch aborts the process
         # (pytorch/pytorch#190489).
         time.sleep(0.1)
 
@@ -124,25 +127,27 @@ def _run(words: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if words[0] == "-m":
-        sys.argv, folder = words[1:], os.getcwd()
+        sys.argv = words[1:]
+        folder = os.getcwd()
         start = partial(runpy.run_module, words[1], alter_sys=True)
     else:
         sys.argv = words
         folder = os.path.dirname(os.path.realpath(words[0]))
-        start = partial(runpy.run_path, os.path.abspath(words[0]))  # as Python sets __file__
+        # The absolute path becomes __file__, as in Python.
+        start = partial(runpy.run_path, os.path.abspath(words[0]))
     if not sys.flags.safe_path:
         sys.path[0] = folder
     try:
         start(run_name="__main__")
     except SystemExit as error:
         if error.code not in (None, 0):
-            # @record leaves it out, and with it when the rank failed.
+            # @record ignores SystemExit. The file is needed for the time of the failure.
             get_error_handler().record_exception(error)
         raise
 
 
 def _harness() -> set[str]:
-    """Files whose frames stand before those of a script."""
+    """Return the files whose frames precede those of a script in a traceback."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     return {__file__, runpy.run_path.__code__.co_filename, record.__code__.co_filename}

@@ -1,9 +1,9 @@
 """A component for torchx.
 
 `torchx run -s local_cwd FILE:train --script train.py --nproc 2 -- ARGS`, where FILE is this file,
-in the folder of the scripts. Each node runs this launcher, found by the interpreter and not by
-PATH: torchx's own `dist.ddp` fails silently where PATH has no torchrun. torchx parses this file and
-executes it outside of any package, so it imports nothing of the launcher, which checks the
+in the folder of the scripts. Each node runs this launcher by the interpreter: torchx's own
+`dist.ddp` needs torchrun on PATH, and fails silently without it. torchx parses this file and
+executes it outside of any package, so it imports nothing of the launcher. The launcher checks the
 arguments on the node.
 """
 
@@ -54,11 +54,11 @@ def train(
     """
     words = ["-m", launcher, "torchrun", "--nnodes", str(nnodes), "--nproc", nproc, "--name", name]
     words += ["--max-restarts", str(max_restarts), "--grace", str(grace)]
-    # One node needs none of these.
+    # A job on one node ignores the rendezvous options.
     words += ["--rdzv-host-env", specs.macros.rank0_env, "--rdzv-port", str(rdzv_port)]
     words += ["--rdzv-id", specs.macros.app_id]
     words += [str(script), "--"] if module is None else ["--module", module, "--"]
-    # torchx fills in ${...} in all words and values, and makes one $ of two.
+    # torchx replaces ${...} in all words and values, and $$ by $.
     words += [word.replace("$", "$$") for word in args]
     role = specs.Role(
         name=name,

@@ -1,9 +1,9 @@
-"""A manifest with which Kubeflow runs a job, as JSON, which kubectl reads like YAML.
+"""Write a job as a manifest for Kubeflow, in JSON, which kubectl reads like YAML.
 
-A TrainJob of Kubeflow Trainer v2 (`trainer.kubeflow.org/v1alpha1`), on a runtime with its torch
-policy, such as `torch-distributed`. That policy sets `PET_` variables in each pod. Kubernetes fills
-in those that differ between nodes, as `$(NAME)` in the command; in all words of the user `$` is
-doubled, which Kubernetes undoes.
+It is a TrainJob of Kubeflow Trainer v2 (`trainer.kubeflow.org/v1alpha1`), for a runtime with the
+torch policy, such as `torch-distributed`. That policy sets `PET_` variables in each pod. Kubernetes
+replaces `$(NAME)` in the command by the variables that differ between nodes, and `$$` by `$`: each
+`$` in the user's words is doubled.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> str:
     if ":" in spec.nnodes:
         raise ValueError(f"Invalid nnodes={spec.nnodes!r}: a TrainJob has a fixed number of nodes.")
     if spec.max_restarts and spec.max_nodes > 1:
-        # torch's static rendezvous gives restarted ranks the store of the ranks before them; see
-        # `defaults`.
+        # With the static rendezvous, restarted ranks get the old store: see `defaults` in spec.py.
         raise ValueError(
             f"Invalid max_restarts={spec.max_restarts}: torchrun can't restart ranks on several"
             " nodes here; let the runtime's failurePolicy restart the job."
         )
     args = len(spec.args)
-    words = argv(spec, rendezvous=_meeting(spec) if spec.max_nodes > 1 else [], quote=_escaped)
+    rendezvous = _rendezvous(spec) if spec.max_nodes > 1 else []
+    words = argv(spec, rendezvous=rendezvous, quote=_escape)
     variables = defaults(spec, spec.cpus) | dict(spec.env)
-    amounts = {"cpu": spec.cpus, "memory": spec.memory("Gi"), "nvidia.com/gpu": spec.gpus}
-    amounts = _given(amounts)
+    resources = {"cpu": spec.cpus, "memory": spec.memory("Gi"), "nvidia.com/gpu": spec.gpus}
+    resources = _drop_empty(resources)
     trainer = {
         "image": spec.image,
         "numNodes": spec.max_nodes,
-        # Trainers from v2.2 on accept only numbers here; the command has it anyway.
+        # Not gpu, cpu or auto, which Trainer v2.2 refuses: the command has them.
         "numProcPerNode": spec.processes,
         "command": words[: len(words) - args],
         "args": words[len(words) - args :],
-        "env": [{"name": key, "value": _escaped(value)} for key, value in variables.items()],
-        "resourcesPerNode": _given({"requests": amounts, "limits": amounts}),
+        "env": [{"name": key, "value": _escape(value)} for key, value in variables.items()],
+        "resourcesPerNode": _drop_empty({"requests": resources, "limits": resources}),
     }
     api = "trainer.kubeflow.org"
     job = {
@@ -55,25 +55,24 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> str:
         "metadata": {"name": spec.name},
         "spec": {
             "runtimeRef": {"apiGroup": api, "kind": "ClusterTrainingRuntime", "name": runtime},
-            "trainer": _given(trainer),
+            "trainer": _drop_empty(trainer),
         },
     }
     return json.dumps(job, indent=2) + "\n"
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
-    # Kubernetes reads an empty field as a value, not as the default.
+def _drop_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    # To Kubernetes, an empty field is a value and not the default.
     return {name: value for name, value in fields.items() if value}
 
 
-def _meeting(spec: LaunchSpec) -> list[str]:
-    """Return words in which Kubernetes fills in the variables."""
-    # Not c10d: the first node would have to find out through the DNS, in time, that it is the
-    # first.
-    words = ["--rdzv-backend", "static", "--rdzv-endpoint", "", "--rdzv-id", _escaped(new_id(spec))]
+def _rendezvous(spec: LaunchSpec) -> list[str]:
+    """Return torchrun's rendezvous options; Kubernetes expands the variables in them."""
+    # Not c10d, for which the first node would have to learn from the DNS in time that it is first.
+    words = ["--rdzv-backend", "static", "--rdzv-endpoint", "", "--rdzv-id", _escape(new_id(spec))]
     words += ["--rdzv-conf", "timeout=600", "--master-addr", "$(PET_MASTER_ADDR)"]
     return [*words, "--master-port", "$(PET_MASTER_PORT)", "--node-rank", "$(PET_NODE_RANK)"]
 
 
-def _escaped(word: str) -> str:
+def _escape(word: str) -> str:
     return word.replace("$", "$$")

@@ -1,7 +1,6 @@
-"""A bash script with which Slurm runs a job: one torchrun on each node, started by `srun`.
+"""Write a job as a bash script for Slurm's `sbatch`: `srun` starts one torchrun on each node.
 
-Every value in it matches a pattern of `LaunchSpec` or is quoted by shlex; what is not quoted is the
-script's own.
+Every value in it matches a pattern of `LaunchSpec` or is quoted by shlex.
 """
 
 from __future__ import annotations
@@ -35,40 +34,44 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
         spec: its rdzv_endpoint and local_addr are not used: Slurm knows the nodes.
         port: on the first node; free there when the job starts.
     """
-    where, found = [], ""
+    rendezvous, find_head_node = [], ""
     if spec.max_nodes > 1:
-        # Shell already: bash fills in the variables.
+        # These words are not quoted: bash expands the variables in them.
         job = f'{shlex.quote(new_id(spec))}-"$SLURM_JOB_ID"'
-        where, found = meeting(f'"$head_node:{port}"', job), _MEETING
-    words = argv(spec, rendezvous=where, quote=shlex.quote)
+        rendezvous = meeting(f'"$head_node:{port}"', job)
+        find_head_node = _MEETING
+    words = argv(spec, rendezvous=rendezvous, quote=shlex.quote)
     variables = defaults(spec, spec.cpus) | dict(spec.env)
     exports: dict[str, object] = {"OMP_NUM_THREADS": '"${OMP_NUM_THREADS:-1}"'}
     exports |= {key: shlex.quote(value) for key, value in variables.items()}
-    # srun does not take it over from sbatch.
+    # srun does not inherit --cpus-per-task from sbatch.
     exports["SRUN_CPUS_PER_TASK"] = spec.cpus
     head = {
         "job-name": spec.name,
         "nodes": spec.nnodes.replace(":", "-"),
-        "ntasks-per-node": 1,  # one torchrun on each node; it starts the ranks
+        # One torchrun, which starts the ranks.
+        "ntasks-per-node": 1,
         "cpus-per-task": spec.cpus,
         "gpus-per-node": spec.gpus,
         "mem": spec.memory("G"),
         "time": spec.time,
         "output": "%x-%j.log",
     }
-    directives, assignments = _given("#SBATCH --{}={}\n", head), _given("export {}={}\n", exports)
-    text = "".join([_HEADER.format(name=spec.name), directives, _BODY, assignments])
-    command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines(words)])
-    return f"{text}{found}\n{command}\n"
+    directives = _format_given("#SBATCH --{}={}\n", head)
+    assignments = _format_given("export {}={}\n", exports)
+    header = _HEADER.format(name=spec.name)
+    command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines_of(words)])
+    return f"{header}{directives}{_BODY}{assignments}{find_head_node}\n{command}\n"
 
 
-def _given(line: str, values: Mapping[str, object]) -> str:
-    # None is Slurm's default.
-    return "".join(line.format(key, found) for key, found in values.items() if found is not None)
+def _format_given(line: str, values: Mapping[str, object]) -> str:
+    # A value of None is left to Slurm's default.
+    return "".join(line.format(key, value) for key, value in values.items() if value is not None)
 
 
-def _lines(words: list[str]) -> list[str]:
-    """One option with its value on each line, for readers; the script and its args on the last."""
+def _lines_of(words: list[str]) -> list[str]:
+    """Return one option with its value per line, for readers; the script and its args are the last
+    line."""
     lines = [" ".join(words[:3])]
     # The interpreter, -m and torchrun are one line.
     rest = words[3:]

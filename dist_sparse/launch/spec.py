@@ -1,12 +1,11 @@
 """The description of a job, and torchrun's argv and environment for it.
 
-A `LaunchSpec` is frozen. What reaches a shell script or a directive matches a pattern in `_RULES`,
-or is quoted where it is written; what torchrun checks itself is left to it.
-
-Options that torchrun could otherwise take from `PET_` variables are in the argv. Flags
-(`PET_STANDALONE`, ...) can't be switched off there, so no job inherits a `PET_` variable. One node
-means the loopback address and a port of the system's choice; never `--standalone`, which overrides
-both.
+- A `LaunchSpec` is frozen. A value that reaches a shell script or a directive matches a pattern in
+  `_RULES`, or is quoted when it is written. torchrun checks the rest.
+- The argv has every option that torchrun could otherwise take from a `PET_` variable. Flags
+  (`PET_STANDALONE`, ...) can't be switched off there, so no job inherits `PET_` variables.
+- A job on one node uses the loopback address and a free port. Not `--standalone`, which overrides
+  both.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from functools import partial
 from string import Template
 from types import MappingProxyType
 
-# What a field must match, and how an error says so.
+# Patterns of fields, and their texts in errors.
 _RULES = {
     "module": (r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "a dotted Python name"),
     # As Kubernetes names pods, with room for its suffixes.
@@ -38,7 +37,7 @@ _RULES = {
     "time": ("(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]", "HH:MM:SS or DAYS-HH:MM:SS"),
 }
 
-# The same of each key of `env`.
+# Pattern and text of the keys of `env`.
 _KEY = ("[A-Z_][A-Z0-9_]*", "keys of A-Z, 0-9 and _, not first a digit")
 
 _LOOPBACK = "127.0.0.1"
@@ -100,20 +99,20 @@ class LaunchSpec:
             given = f"script={self.script!r}, module={self.module!r}"
             raise ValueError(f"Invalid {given}: must be exactly one of them.")
         for name, rule in _RULES.items():
-            _refuse_other(name, getattr(self, name), rule)
+            _refuse_mismatch(name, getattr(self, name), rule)
         for key in self.env:
-            _refuse_other("env", key, _KEY)
-        # Copies: a spec stays as it was checked.
-        put = partial(object.__setattr__, self)
-        put("nnodes", str(self.nnodes))
-        put("nproc_per_node", str(self.nproc_per_node))
-        put("args", tuple(self.args))
-        put("env", MappingProxyType(dict(self.env)))
+            _refuse_mismatch("env", key, _KEY)
+        # Copies, so that the checked values can't change. The dataclass is frozen: by object.
+        set_field = partial(object.__setattr__, self)
+        set_field("nnodes", str(self.nnodes))
+        set_field("nproc_per_node", str(self.nproc_per_node))
+        set_field("args", tuple(self.args))
+        set_field("env", MappingProxyType(dict(self.env)))
 
     @property
     def processes(self) -> int:
-        """The number of processes on each node; 0 for `gpu`, `cpu` and `auto`, whose number only
-        torchrun knows."""
+        """The number of processes on each node; 0 for `gpu`, `cpu` and `auto`, which torchrun
+        resolves."""
         number = str(self.nproc_per_node)
         return int(number) if number.isdecimal() else 0
 
@@ -127,7 +126,7 @@ class LaunchSpec:
         return int(self.nnodes.rpartition(":")[2])
 
 
-def _refuse_other(name: str, value: object, rule: tuple[str, str]) -> None:
+def _refuse_mismatch(name: str, value: object, rule: tuple[str, str]) -> None:
     pattern, text = rule
     if value is not None and not re.fullmatch(pattern, str(value)):
         raise ValueError(f"Invalid {name}={value!r}: must be {text}.")
@@ -145,19 +144,18 @@ def argv(
     """Return the words of the command that runs `spec` on one node; no shell, no quotes.
 
     Args:
-        rendezvous: words that say how nodes meet, instead of those made from `spec`.
-        program: words for the interpreter, which run torchrun.
+        rendezvous: torchrun's rendezvous options, instead of those of `spec`.
+        program: arguments of the interpreter that run torchrun.
         output: torchrun's options for the output of the ranks.
-        before: a script and its first words, which get the job's own script or module with its
-            args.
-        quote: applied to all words but `rendezvous`, for a program that reads them.
+        before: a script with its first arguments, which runs the job's own script or module.
+        quote: applied to all words except `rendezvous`.
 
     Raises:
         ValueError: several nodes have no endpoint or no id.
     """
     target = ["-m", str(spec.module)] if spec.script is None else [spec.script]
-    words = [_literal(word) for word in (*before, *target, *spec.args)]
-    # Without `--`, torchrun takes words of the script for abbreviations of its own options.
+    words = [_escape_template(word) for word in (*before, *target, *spec.args)]
+    # `--`: torchrun would read options of the script as abbreviations of its own.
     ranks = ["-m", "--", *words[1:]] if words[0] == "-m" else ["--", *words]
     start = [spec.python, *program, "--nnodes", spec.nnodes]
     start += ["--nproc-per-node", str(spec.nproc_per_node)]
@@ -167,20 +165,19 @@ def argv(
     return [*map(quote, start), *meeting, *map(quote, (*end, *output, *ranks))]
 
 
-def _literal(word: str) -> str:
-    # torchrun fills in ${local_rank} in all words of the ranks, and makes one $ of two.
-    changed = Template(word).safe_substitute(local_rank="") != word
-    return word.replace("$", "$$") if changed else word
+def _escape_template(word: str) -> str:
+    # torchrun reads words of the ranks as templates: it replaces ${local_rank}, and $$ by $.
+    is_template = Template(word).safe_substitute(local_rank="") != word
+    return word.replace("$", "$$") if is_template else word
 
 
 def new_id(spec: LaunchSpec) -> str:
-    """Return the rendezvous id of `spec`, or a random one (which several nodes could not share) if
-    it has none."""
+    """Return the rendezvous id of `spec`, or a random one, which only one node can use."""
     return spec.rdzv_id or f"{spec.name}-{secrets.token_hex(16)}"
 
 
 def meeting(endpoint: str, job: str) -> list[str]:
-    """Return the words by which the nodes of `job` meet at `endpoint`."""
+    """Return torchrun's options for nodes that meet at `endpoint`."""
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", job]
     return [*words, "--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
 
@@ -197,35 +194,37 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
 
 
 def defaults(spec: LaunchSpec, cores: int | None) -> dict[str, str]:
-    """Return the variables of torchrun and of the ranks of a job on any machine, and the threads
-    of a rank on a node with so many cores, at least 1.
+    """Return environment variables for torchrun and the ranks.
 
-    `PYTHONHASHSEED=0`: TorchRec's resharding takes message tags from `hash()`.
+    - `PYTHONHASHSEED=0`: TorchRec's resharding takes message tags from `hash()`.
+    - `TORCH_DISABLE_SHARE_RDZV_TCP_STORE`: rank 0 creates a new store after each restart. Otherwise
+      torch 2.13 gives restarted ranks the old store, which holds the addresses of dead ranks, and
+      gloo sometimes connects to them.
 
-    After a restart, torch 2.13 gives the ranks the store of the ranks before them, with the
-    addresses of those in it, and gloo now and then connects to dead ranks. With
-    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE`, rank 0 makes a new store each time.
+    Args:
+        cores: of a node, which its ranks share; None if unknown.
     """
-    found = {"PYTHONHASHSEED": "0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
-    # A change in the number of nodes restarts ranks too.
+    variables = {"PYTHONHASHSEED": "0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
+    # With a range of nodes, ranks also restart when the number of nodes changes.
     if spec.max_restarts > 0 or ":" in spec.nnodes:
-        found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if cores and spec.processes:
-        found["OMP_NUM_THREADS"] = str(max(1, cores // spec.processes))
-    return found
+        variables["OMP_NUM_THREADS"] = str(max(1, cores // spec.processes))
+    return variables
 
 
 def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks get besides what they inherit: defaults for what is not set,
-    and `spec.env`.
+    """Return the variables to add to the inherited ones: `spec.env`, and defaults for those that
+    are not set.
 
-    `GLOO_SOCKET_IFNAME=lo` on one node: gloo listens where the host name resolves to, otherwise.
+    `GLOO_SOCKET_IFNAME=lo` on one node: by default gloo listens on the address of the host name,
+    which may be that of no interface.
     """
     added = defaults(spec, len(os.sched_getaffinity(0)))
     if spec.max_nodes == 1:
         added["GLOO_SOCKET_IFNAME"] = "lo"
     kept = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PYTHONHASHSEED"} & inherited.keys()
-    # A rank with `random` hashes, or an invalid seed, could not talk to the others.
+    # Not `random`, with which the ranks' message tags would differ, nor an invalid seed.
     if not inherited.get("PYTHONHASHSEED", "").isdecimal():
         kept.discard("PYTHONHASHSEED")
     return {name: value for name, value in added.items() if name not in kept} | dict(spec.env)

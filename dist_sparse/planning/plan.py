@@ -17,7 +17,7 @@ import math
 import pprint
 import textwrap
 from collections import ChainMap, Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -459,14 +459,14 @@ _EXPORTS = {
 
 def _code_lines(candidate: Candidate, tables: Sequence[TableShape]) -> list[str]:
     """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``."""
-    # sparsify() leaves tables of fewer than 16 rows dense by default.
-    small = min(table.shape[0] for table in tables) < 16
-    ending = ["end=0", "min_rows=0"] if small else ["end=0"]
+    # By default, sparsify() leaves these tables dense.
+    small = {table.name for table in tables if table.shape[0] < 16}
     lines, sparse = [], "None"
     if candidate.groups:
         groups = _code([*map(list, candidate.groups)])
         level = f"level={1 - candidate.columns:.6g}"
-        lines += _sparsify_lines(level, 'block="col"', f"rotate={groups}", *ending)
+        few = small.intersection(chain(*candidate.groups))
+        lines += _sparsify_lines(few, level, 'block="col"', f"rotate={groups}")
         lines.append("model = compact(model, sparse)")
         lines.append("# then train on; tables with a fused optimizer have another one now. If an")
         lines.append('# optimizer keeps a number for each weight, add optimizer_state="reset"')
@@ -476,7 +476,8 @@ def _code_lines(candidate: Candidate, tables: Sequence[TableShape]) -> list[str]
     if candidate.levels:
         # sparsify() reads names as globs.
         include = f"include={_code([*map(glob.escape, candidate.levels)])}"
-        lines += _sparsify_lines('level="untouched"', include, 'block="row"', *ending)
+        few = small.intersection(candidate.levels)
+        lines += _sparsify_lines(few, 'level="untouched"', include, 'block="row"')
         sparse = "sparse"
     if candidate.dtype in CODED:
         codes = {table.name: each for table in tables if (each := candidate.codes(table))}
@@ -495,9 +496,15 @@ def _code(names: list[Any]) -> str:
     return pprint.pformat(names, width=66, compact=True)
 
 
-def _sparsify_lines(*arguments: str) -> list[str]:
-    """Return a call of sparsify(), and the step that removes."""
-    return [*_call("sparse = sparsify", "model", "optimizer", *arguments), "sparse.step()"]
+def _sparsify_lines(small: Set[str], *arguments: str) -> list[str]:
+    """Return a call of sparsify(), and the step that removes.
+
+    Args:
+        small: tables to prune that have too few rows for the default of ``min_rows``.
+    """
+    ending = ["end=0", "min_rows=0"] if small else ["end=0"]
+    call = _call("sparse = sparsify", "model", "optimizer", *arguments, *ending)
+    return [*call, "sparse.step()"]
 
 
 def _call(what: str, *arguments: str) -> list[str]:

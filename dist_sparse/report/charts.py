@@ -1,8 +1,8 @@
 """Charts of a run as data: AUC over bytes; sparsity and series over steps; tables.
 
-A chart is small however long the run: a line has at most 400 points, and of more than 30 tables a
-chart shows the largest. Time is linear in the number of lines of the log. Charts
-without anything to see are left out.
+The size of a chart does not grow with the run: a line has at most 400 points, and of more than 30
+tables a chart shows the largest. Time is linear in the lines of the log. Charts with nothing to see
+are left out.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from dist_sparse.records import FATES, MaskChange
@@ -25,11 +24,12 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line, or the dots of one run, joined.
+    """One line, or the joined dots of one run.
 
     Args:
-        points: step and value, or bytes > 0 and AUC.
-        role: ``main``, ``target``, ``other`` (of a compared run) or ``raw`` (under its means).
+        points: step and value, or bytes > 0 and AUC. A value of None is a gap.
+        role: ``main``, ``target``, ``other`` (a compared run) or ``raw`` (logged values, drawn
+            behind their means).
         number: of the compared run, which has one color in all charts.
         steps: constant from each point to the next.
         labels: of dots.
@@ -44,18 +44,18 @@ class Line:
 
     @property
     def places(self) -> list[float]:
-        """Where its points are from left to right: steps, ascending, or bytes."""
+        """x of each point: steps, ascending, or bytes."""
         return [x for x, _ in self.points]
 
     @property
     def heights(self) -> list[float]:
-        """The finite values."""
+        """y of each point that has a finite value."""
         return [y for _, y in finite(self.points)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One bar: ``share`` of the full width is filled, in front of the ``whole``; both in [0, 1]."""
+    """One bar: the filled ``share`` in front of the ``whole``, both fractions of the full width."""
 
     name: str
     share: float
@@ -68,7 +68,7 @@ class Chart:
     """Horizontal bars; lines over steps; or dots over bytes, on a logarithmic axis.
 
     Args:
-        end: lines go from step 0 to this one, or further.
+        end: last step of the horizontal axis; a longer compared run extends it.
         share: heights are shares, shown in percent.
         mark: a step and a text, drawn as a vertical line.
         dots: whether lines are dots.
@@ -86,32 +86,35 @@ class Chart:
 
     @property
     def places(self) -> list[float]:
-        """Where the points of all lines are."""
-        return [*chain.from_iterable(map(attrgetter("places"), self.lines))]
+        """x of the points of all lines."""
+        return [x for line in self.lines for x in line.places]
 
     @property
     def heights(self) -> list[float]:
-        """The finite values of all lines."""
-        return [*chain.from_iterable(map(attrgetter("heights"), self.lines))]
+        """y of the finite points of all lines."""
+        return [y for line in self.lines for y in line.heights]
 
     @property
     def is_drawn(self) -> bool:
-        """Whether there is more to see than zeros, or a dot that compares with nothing."""
+        """Whether it shows more than zeros, or than a single dot."""
         return bool(self.bars) or (len(self.heights) > 1 and any(self.heights))
 
 
-# Tables in a chart, at most.
+# Limits. Each bounds the size of the page, whatever the run has logged.
+
+# Tables in a chart.
 MOST_TABLES = 30
 
-# Charts of rows by traffic: of the largest tables.
+# Charts of rows by traffic: one for each of the largest tables.
 _MOST_TRAFFIC = 6
 
-# Charts of series without a title of their own: a script may log hundreds.
+# Charts of series other than loss, AUC and NE: a script may log hundreds.
 _MOST_OTHERS = 12
 
+# Points of a line.
 _MOST_POINTS = 400
 
-# A line with more points is drawn faintly under at most twice as many means.
+# A line with more points is drawn faintly behind at most twice as many means.
 _SMOOTHED = 30
 
 T = TypeVar("T")
@@ -130,37 +133,40 @@ _NOTES = {
 
 def charts(run: Run) -> list[Chart]:
     """Return the charts for which the run has data, in the order of the page."""
-    # The answer first, what led to it below.
-    found = [_auc_over_bytes(run), _sparsity(run), _fates(run), *_series_charts(run)]
-    found += [_bytes_kept(run), *_traffic_charts(run)]
-    return [*filter(attrgetter("is_drawn"), found)]
+    # The result first, the course of the training below it, the tables last.
+    all_charts = [_auc_over_bytes(run), _sparsity(run), _fates(run), *_series_charts(run)]
+    all_charts += [_bytes_kept(run), *_traffic_charts(run)]
+    return [chart for chart in all_charts if chart.is_drawn]
 
 
 def _auc_over_bytes(run: Run) -> Chart:
-    """Return the artifacts of all runs, or their weights."""
+    """Return one dot for each artifact of each run, or for the weights of a run without any."""
     lines = []
     # In the order of the command line, as in the legend of every chart.
     for one in run.all_runs:
-        # A logarithmic axis has no place for 0 bytes.
-        found = sorted(filter(attrgetter("bytes"), artifacts_of(one)), key=lambda x: -x.bytes)
-        dots = tuple(map(attrgetter("bytes", "auc"), found))
-        lines.append(_line(one, run, points=dots, labels=tuple(map(attrgetter("name"), found))))
+        dots, labels = list[Point](), list[str]()
+        for artifact in sorted(artifacts_of(one), key=lambda artifact: -artifact.bytes):
+            # A logarithmic axis has no place for 0 bytes.
+            if artifact.bytes:
+                dots.append((artifact.bytes, artifact.auc))
+                labels.append(artifact.name)
+        if dots:
+            lines.append(_line(one, run, points=tuple(dots), labels=tuple(labels)))
     note = (
         "Of artifacts, the bytes of their files; else of the kept weights of all tables. Up and to"
         " the left is better."
     )
-    drawn = filter(attrgetter("points"), lines)
-    return Chart(key="auc_bytes", title="AUC over bytes", note=note, lines=[*drawn], dots=True)
+    return Chart(key="auc_bytes", title="AUC over bytes", note=note, lines=lines, dots=True)
 
 
 def _line(one: Run, run: Run, **options: Any) -> Line:
-    """Return a line of one of several runs."""
+    """Return a line of ``one``, which is ``run`` itself or one of the runs compared with it."""
     role = "main" if one is run else "other"
     return Line(name=one.name, role=role, number=one.number, **options)
 
 
 def _fates(run: Run) -> Chart:
-    """Return what became of the lookups of following tables before each update."""
+    """Return the share of lookups of following tables by their fate, before each update."""
     lines = []
     # Lookups that found a row have the color of the run.
     roles = dict.fromkeys(FATES, "other") | {"kept": "main"}
@@ -171,6 +177,7 @@ def _fates(run: Run) -> Chart:
 
 
 def _sparsity(run: Run) -> Chart:
+    """Return the pruned share of the blocks of all tables, and its target."""
     note = "Share of blocks pruned after each mask update."
     options = {}
     end = run.end
@@ -182,29 +189,34 @@ def _sparsity(run: Run) -> Chart:
         note += f" The guard undid the last update: the metric was {metric}."
         options = {"mark": (float(end), f"undone at {metric}")}
     lines = [
-        _line(run, run, steps=True, points=_held(run, sparsity_of, run.end, undone)),
-        Line(name="target", role="target", steps=True, points=_held(run, target_of, end)),
+        _line(run, run, steps=True, points=_steps_of(run, sparsity_of, run.end, undone)),
+        Line(name="target", role="target", steps=True, points=_steps_of(run, target_of, end)),
     ]
-    # A run that has trained nothing has no line over steps.
-    for one in filter(attrgetter("trained"), run.compared.values()):
-        lines.append(_line(one, run, steps=True, points=_held(one, sparsity_of, run.end)))
+    for one in run.compared.values():
+        # A run of one step has no line over steps.
+        if one.trained:
+            lines.append(_line(one, run, steps=True, points=_steps_of(one, sparsity_of, run.end)))
     return _line_chart(run, "sparsity", "Sparsity", note, lines, share=True, **options)
 
 
-def _held(
+def _steps_of(
     one: Run,
     value_of: Callable[[Sequence[MaskChange]], float | None],
     end: float,
     more: Sequence[Point] = (),
 ) -> tuple[Point, ...]:
-    """Return a value after each mask update where it is known, and ``more``; and the last one again
-    at ``end``."""
-    values = [*more, *((step, value_of(record.tables)) for step, record in one.due)]
-    # An update is logged one update late: the order of lines is not that of steps.
+    """Return the points of a step function: a value after each mask update, and ``more``. The last
+    value is repeated at ``end``."""
+    values = [*more]
+    for step, record in one.due:
+        values.append((step, value_of(record.tables)))
+    # An update is logged at the next one: its step may be before or after that of `more`.
     values.sort(key=itemgetter(0))
-    # A gap in the line would look like a value that is not finite.
+    # Unknown values are left out: a gap in the line means a value that is not finite.
     points = finite(values)
-    return thinned([*points, *((end, value) for _, value in points[-1:])])
+    if points:
+        points.append((end, points[-1][1]))
+    return thinned(points)
 
 
 def _series_charts(run: Run) -> list[Chart]:
@@ -212,15 +224,17 @@ def _series_charts(run: Run) -> list[Chart]:
     series of the compared runs."""
     # A line needs two points.
     names = {name for name, series in run.values.items() if len(series) > 1}
-    found = []
-    for name in filter(names.__contains__, _TITLES):
-        found += [_series_chart(run, name, f"value_{name}"), _difference_chart(run, name)]
-    # The table of last values has them all.
+    series_charts = []
+    for name in _TITLES:
+        if name in names:
+            series_charts.append(_series_chart(run, name, f"value_{name}"))
+            series_charts.append(_difference_chart(run, name))
+    # Series beyond the limit are only in the table of last values.
     for number, name in enumerate(sorted(names - {*_TITLES})[:_MOST_OTHERS], start=1):
         # The key becomes a file name and an id; the number keeps "a/b" and "a b" apart.
         key = f"value_{number}_{re.sub(r'[^0-9A-Za-z_-]+', '_', name)[:40]}"
-        found.append(_series_chart(run, name, key))
-    return found
+        series_charts.append(_series_chart(run, name, key))
+    return series_charts
 
 
 def _series_chart(run: Run, name: str, key: str) -> Chart:
@@ -229,53 +243,51 @@ def _series_chart(run: Run, name: str, key: str) -> Chart:
     if len(run.values[name]) > _SMOOTHED:
         note += " Thin: as logged. Thick: means."
         lines.insert(0, Line(name="as logged", role="raw", points=thinned(run.values[name])))
-    lost = sorted(set(run.values[name]) - set(finite(run.values[name])))
+    lost = sorted({*run.values[name]} - {*finite(run.values[name])})
     if lost:
         note += f" Not finite at {len(lost):,} of these steps, first at step {lost[0][0]:,}."
     title = _TITLES.get(name, name)
-    # Training examples are predicted before the model has learned from them, or with what it knows.
+    # AUC on training examples must not be read as the test AUC, which has a chart of its own.
     if any(f"test_{name}" in one.values for one in run.all_runs):
         title += ", training"
     return _line_chart(run, key, title, note, lines)
 
 
 def _difference_chart(run: Run, name: str) -> Chart:
-    """Return a series less that of the baseline, at the steps that both logged: curves of runs that
-    differ little lie on each other."""
-    base, lines = baseline(run), []
+    """Return a series minus the baseline's, at the steps that both logged. The curves of similar
+    runs cover each other; their differences do not."""
+    base = baseline(run)
+    # Steps of the baseline with a finite value.
+    known = dict(finite(base.values.get(name, ())))
+    lines = []
     for one in run.all_runs:
         if one is not base:
-            lines.append(_curve(one, run, _less(one, base, name)))
+            values = finite(one.values.get(name, ()))
+            delta = tuple((step, value - known[step]) for step, value in values if step in known)
+            lines.append(_curve(one, run, delta))
     note = f"Less that of {base.name} at the same step; means."
     title = f"{_TITLES[name]} against {base.name}"
     return _line_chart(run, f"value_{name}_less", title, note, lines)
 
 
-def _less(one: Run, base: Run, name: str) -> Series:
-    # Logged by one of the two alone, or not finite: there is no difference.
-    known = dict(finite(base.values.get(name, ())))
-    mine = finite(one.values.get(name, ()))
-    return tuple((step, value - known[step]) for step, value in mine if step in known)
-
-
 def _line_chart(
     run: Run, key: str, title: str, note: str, lines: Sequence[Line], **options: Any
 ) -> Chart:
-    # A single point is no line; single values are in the table of last values.
-    drawn = [line for line in lines if len(line.heights) > 1]
-    return Chart(key=key, title=title, note=note, lines=drawn, end=run.end, **options)
+    # A line needs two points; single values are in the table of last values.
+    lines = [line for line in lines if len(line.heights) > 1]
+    return Chart(key=key, title=title, note=note, lines=lines, end=run.end, **options)
 
 
 def _curve(one: Run, run: Run, series: Series) -> Line:
-    """Return a series as the line of a run; of more than 30 points as means of stretches."""
+    """Return a series as the line of a run; with more than 30 points, as means over intervals."""
     known = finite(series)
     if len(known) <= _SMOOTHED:
         return _line(one, run, points=series)
     means = []
-    for part in _stretches(known, 2 * _SMOOTHED):
-        steps, values = zip(*part, strict=True)
+    for interval in _intervals(known, 2 * _SMOOTHED):
+        steps, values = zip(*interval, strict=True)
         means.append((steps[len(steps) // 2], math.fsum(values) / len(values)))
-    # In the middle of its stretch; the last one at the end of the line.
+    # A mean is drawn in the middle of its interval, the last one at the last step.
     means[-1] = known[-1][0], means[-1][1]
     return _line(one, run, points=tuple(means))
 
@@ -286,33 +298,35 @@ def finite(points: Iterable[tuple[X, float | None]]) -> list[tuple[X, float]]:
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return at most 400 points: the smallest and the largest value of each stretch, which keeps
+    """Return at most 400 points: the smallest and the largest value of each interval, which keeps
     peaks, and the last point."""
     if len(points) <= _MOST_POINTS:
         return tuple(points)
+    # A dict, because points of one step keep their order.
     kept: dict[Point, None] = {}
-    for part in _stretches(points, _MOST_POINTS // 2 - 1):
-        known = finite(part)
-        ends = part[:1]
+    for interval in _intervals(points, _MOST_POINTS // 2 - 1):
+        known = finite(interval)
+        # Without a finite value, a gap stays a gap.
+        ends = interval[:1]
         if known:
             ends = [min(known, key=itemgetter(1)), max(known, key=itemgetter(1))]
         kept |= dict.fromkeys(ends)
     return tuple(sorted(kept | {points[-1]: None}, key=itemgetter(0)))
 
 
-def _stretches(points: Sequence[T], most: int) -> list[Sequence[T]]:
-    """Return the points in at most ``most`` parts of equal length."""
+def _intervals(points: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Cut the points into at most ``most`` intervals of equal length."""
     length = max(1, math.ceil(len(points) / most))
     return [points[start : start + length] for start in range(0, len(points), length)]
 
 
 def _bytes_kept(run: Run) -> Chart:
-    """Return bytes kept per table; known at the end of a run that prunes."""
+    """Return the bytes kept of each table. They are logged at the end of a run that prunes."""
     tables = [(table.name, table.kept_bytes, table.table_bytes) for table in run.tables]
     if run.bytes_kept is not None:
         # Tables without a sparsifier are kept whole.
         tables += [(name, taken, taken) for name, taken in run.other_tables.items()]
-    # Bars are on the scale of the largest.
+    # The largest first: all bars are drawn to its scale.
     tables.sort(key=lambda table: (-table[2], table[0]))
     bars = []
     for name, kept, whole in tables[:MOST_TABLES]:
@@ -326,25 +340,26 @@ def _bytes_kept(run: Run) -> Chart:
 
 
 def _traffic_charts(run: Run) -> list[Chart]:
-    """Return the rows by their lookups of the largest tables that are known."""
+    """Return one chart for each of the largest tables whose lookups were counted."""
     sizes = {table.name: table.table_bytes for table in run.tables}
-    found: list[Chart] = []
-    # Large tables decide what serving takes.
-    for name, of in sorted(run.traffic.items(), key=lambda each: (-sizes[each[0]], each[0])):
+    traffic_charts: list[Chart] = []
+    for name in sorted(run.traffic, key=lambda name: (-sizes[name], name)):
         # A table that keeps all rows has nothing to show.
-        if any(of.removed):
-            found.append(_traffic_chart(1 + len(found), name, of))
-    return found[:_MOST_TRAFFIC]
+        if any(run.traffic[name].removed):
+            number = 1 + len(traffic_charts)
+            traffic_charts.append(_traffic_chart(number, name, run.traffic[name]))
+    return traffic_charts[:_MOST_TRAFFIC]
 
 
-def _traffic_chart(number: int, name: str, of: RowTraffic) -> Chart:
-    rows = sum(of.kept) + sum(of.removed)
+def _traffic_chart(number: int, name: str, traffic: RowTraffic) -> Chart:
+    kept_rows = sum(traffic.kept)
+    rows = kept_rows + sum(traffic.removed)
     note = (
-        f"Rows by how often training looked them up; full: kept. {percent(sum(of.kept) / rows)} of"
-        f" {count(rows)} rows are kept, which had {percent(of.share)} of the lookups."
+        f"Rows by how often training looked them up; full: kept. {percent(kept_rows / rows)} of"
+        f" {count(rows)} rows are kept, which had {percent(traffic.share)} of the lookups."
     )
     bars = []
-    for octave, (kept, removed) in enumerate(zip(of.kept, of.removed, strict=True)):
+    for octave, (kept, removed) in enumerate(zip(traffic.kept, traffic.removed, strict=True)):
         rows_here = kept + removed
         if rows_here:
             share = kept / rows_here
@@ -355,7 +370,8 @@ def _traffic_chart(number: int, name: str, of: RowTraffic) -> Chart:
 
 
 def _lookups(octave: int) -> str:
-    """Return ``no lookup``, ``1 lookup``, ``2 to 3 lookups``, ..."""
+    """Return ``no lookup``, ``1 lookup``, ``2 to 3 lookups``, ...: octave n holds the counts of n
+    bits."""
     least, most = (1 << octave) >> 1, (1 << octave) - 1
     few = {0: "no lookup", 1: "1 lookup"}
     return few.get(most, f"{count(least)} to {count(most)} lookups")

@@ -1,13 +1,12 @@
 """Files of a run's folder: ``run.json`` describes the run, ``log.jsonl`` has one line per event.
 
-- A crash leaves both readable. ``run.json`` appears whole, by a rename. ``log.jsonl`` is only
-  appended to: at most its last line is cut short, which readers skip, also after a resumed run has
-  gone on below it.
-- One process at a time writes a log. It locks ``log.lock``; the lock ends with the process, however
-  that ends. Where a file system has no locks, or does not share them between hosts, two writers are
-  not noticed.
-- Files are private to the user (0600), because a config may hold anything. No symbolic link is
-  followed to write.
+- A crash leaves both readable. ``run.json`` is written by a rename. ``log.jsonl`` is only appended
+  to: a crash cuts at most its last line short. Readers skip that line, also when a resumed run has
+  appended more.
+- One process at a time writes a log. It locks ``log.lock``, and the lock ends with the process. Two
+  writers are not noticed on file systems that have no locks, or do not share them between hosts.
+- Files are private to the user (0600), because a config may hold secrets. Writing follows no
+  symbolic link.
 - In a folder called ``runs``, the link ``latest`` refers to the run that was started or resumed
   last.
 """
@@ -48,8 +47,8 @@ _RESUMED = "resumed"
 
 
 class LogFile:
-    """An open, locked log. A write that fails (a full disk) is a warning and the end of the log;
-    training continues.
+    """An open, locked log. A write that fails (a full disk) warns and closes the log; training
+    continues.
 
     Args:
         folder: exists; files are created if missing.
@@ -63,26 +62,27 @@ class LogFile:
     def __init__(self, folder: Path) -> None:
         self._file = folder / LINES
         self._place = os.path.realpath(folder)
-        # Before anything is opened: a pipe would block, a link would lead elsewhere.
+        # Before open(): a pipe would block, a link would be followed.
         _refuse_special(self._file, stat.S_IFREG)
         _refuse_special(folder / LOCK, stat.S_IFREG)
-        # A process's locks don't exclude itself, and they end when it closes the locked file
-        # anywhere: hence both the table of open logs and a file of its own to lock, which nothing
-        # else opens.
+        # POSIX locks do not exclude the process that holds them: hence the table _OPEN. And they
+        # end when the process closes any descriptor of the file: hence a lock file of its own,
+        # which nothing else opens.
         if self._place in _OPEN:
             raise _taken(self._file)
         self._lock = FileIO(folder / LOCK, "a", opener=_private)
         try:
-            # Unlike flock(), lockf() isn't inherited: a DataLoader's worker that outlives a killed
-            # rank has no lock.
+            # Not flock(), which child processes inherit: a DataLoader's worker that outlives a
+            # killed rank would keep the log locked.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             self._lock.close()
             raise _taken(self._file) from error
         except OSError:
-            pass  # a file system without locks, such as Lustre mounted without them
-        # Unbuffered: what write() returned is in the file, whatever becomes of the process.
-        self._held: FileIO | None = FileIO(self._file, "a", opener=_private)
+            # A file system without locks, such as Lustre mounted without them.
+            pass
+        # Unbuffered: a line that was written survives the process.
+        self._log: FileIO | None = FileIO(self._file, "a", opener=_private)
         # Last: a log that failed to open is not taken.
         _OPEN[self._place] = self
 
@@ -94,59 +94,60 @@ class LogFile:
     def begin_session(self) -> None:
         """Write the first line of a resumed run. An empty log stays empty."""
         if self._file.stat().st_size:
-            # A crash may have cut the last line short. It stays: a log is only appended to, and
-            # readers skip what is no line of JSON before a resumed session.
+            # The newline ends a line that a crash has cut short. Readers skip a broken line before
+            # a resumed session.
             self._append(b"\n")
             self.write({"kind": _RESUMED, "started": _now()})
 
     def close(self) -> None:
         """Close the file and release its lock. Further calls do nothing."""
-        # The lock goes last: no other writer may begin before the file is closed.
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        # The lock is released last: no other writer may begin before the file is closed.
+        if self._log is not None:
+            self._log.close()
+            self._log = None
             self._lock.close()
             _OPEN.pop(self._place, None)
 
     def _append(self, content: bytes) -> None:
-        if self._held is None:
+        if self._log is None:
             return
         left = memoryview(content)
         try:
-            # A disk that is almost full takes a part of it.
+            # write() of an unbuffered file may write a part, as on a disk that is almost full.
             while left:
-                left = left[self._held.write(left) :]
+                left = left[self._log.write(left) :]
         except OSError as error:
             message = f"{self._file} could not be written ({error}): the log ends here."
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             self.close()
 
 
+# Openers for open() and FileIO, which set the mode of a new file.
 _private = partial(os.open, mode=0o600)
 _readable = partial(os.open, mode=0o644)
 
-# Logs that this process writes, by the real path of their folders.
+# Logs that this process has open, by the real path of their folders.
 _OPEN: WeakValueDictionary[str, LogFile] = WeakValueDictionary()
 
 
 def check_config(config: Mapping[str, Any]) -> Any:
-    """Return ``config`` as ``run.json`` holds it; numbers that are not finite become text.
+    """Return ``config`` as JSON-able values. Numbers that are not finite become text.
 
     Raises:
         ValueError: it is not JSON.
     """
     try:
-        # There and back: tuples become lists here, as they are when the run is read.
+        # Through text and back: tuples become lists, as in a run that is read back.
         return json.loads(json.dumps(dict(config)), parse_constant=str)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"Invalid config: {error}.") from error
 
 
 def check_log(folder: Path, resume: bool) -> None:
-    """Check that ``folder`` can be given to :func:`open_log`. Write nothing.
+    """Check that ``folder`` can be passed to :func:`open_log`. Write nothing.
 
     Raises:
-        ValueError: it is a file; it has a log and ``resume`` is False, or another format.
+        ValueError: it is a file; or it has a log, which has another format or ``resume`` is False.
         OSError: it can't be read.
     """
     run = folder / RUN
@@ -175,13 +176,13 @@ def open_log(folder: Path, about: Mapping[str, Any], resume: bool) -> LogFile:
 
     Raises:
         ValueError: another process writes this log, or has written one since :func:`check_log`.
-            OSError: it can't be written. In both cases no line was.
+        OSError: it can't be written.
     """
-    # Not before the checks of all ranks: a refused log leaves no folder.
+    # Only now, after the checks of all ranks: a refused log leaves no folder.
     folder.mkdir(parents=True, exist_ok=True)
     log = LogFile(folder)
     try:
-        # Again: only now that the log is locked no other process can have started one.
+        # Again, under the lock: another process may have started a log since the first check.
         check_log(folder, resume)
         run = folder / RUN
         if run.exists():
@@ -196,35 +197,37 @@ def open_log(folder: Path, about: Mapping[str, Any], resume: bool) -> LogFile:
 
 
 def _link_latest(folder: Path) -> None:
-    """Have ``runs/latest`` refer to ``runs/<folder>``, unless the user keeps something else under
-    that name."""
+    """Link ``runs/latest`` to ``runs/<folder>``, unless ``latest`` is a file or folder of the
+    user."""
     link = folder.with_name(LATEST)
     if folder.parent.name != "runs" or folder == link or (link.exists() and not link.is_symlink()):
         return
-    # A rename replaces the link at once: no reader finds it missing.
+    # By a rename, which is atomic: no reader finds the link missing.
     part = _part_of(link)
-    with contextlib.suppress(OSError):  # a file system without links: the run has its name
+    # A file system without links has no `latest`.
+    with contextlib.suppress(OSError):
         part.symlink_to(folder.name)
         part.replace(link)
 
 
 def write_whole(file: Path, content: bytes, *, shared: bool = False) -> None:
-    """Write a file whole, replacing the one that is there; a link is not followed. It is private to
-    the user (0600), or, ``shared``, readable by all (0644, less the umask).
+    """Replace a file atomically: readers see the old file or the new one.
+
+    It is private to the user (0600), or readable by all (0644, less the umask) if ``shared``.
 
     Raises:
         ValueError: it exists and is not a regular file.
-        OSError: it can't be written; names it. The old one is whole.
+        OSError: it can't be written; names it. The old file is intact.
     """
-    # A rename replaces a link.
+    # A link is allowed: the rename replaces it.
     _refuse_special(file, stat.S_IFREG, stat.S_IFLNK)
-    # Readers see the old file or the new one, never a part.
     part = _part_of(file)
     try:
-        with open(part, "xb", opener=_readable if shared else _private) as held:
-            held.write(content)
+        with open(part, "xb", opener=_readable if shared else _private) as stream:
+            stream.write(content)
         part.replace(file)
-    except OSError as error:  # that of a full disk names no file
+    except OSError as error:
+        # The error of a full disk does not name the file.
         raise OSError(error.errno, error.strerror, str(file)) from error
     finally:
         part.unlink(missing_ok=True)
@@ -249,37 +252,39 @@ def read_about(file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and content of the lines of a log, without those that a crash has cut short.
+    """Yield number and content of the lines of a log; skip lines that a crash has cut short.
 
     Raises:
         ValueError: another line is not a JSON object; names file and line.
     """
+    # The error of the line before, which is raised if that line was not cut short.
     broken: ValueError | None = None
-    with file.open("rb") as held:
-        # An empty file has no line that was cut short.
+    with file.open("rb") as stream:
+        # For an empty file.
         text = b"\n"
-        for number, text in enumerate(held, start=1):
+        for number, text in enumerate(stream, start=1):
             try:
                 line = _decode(text.decode())
             except (ValueError, RecursionError) as error:
                 broken = ValueError(f"{file}, line {number}: {error}.")
                 continue
-            # A crash cuts the last line short; after it, only another session can have gone on.
+            # A crash cuts a line short. The only line that may follow begins a resumed session.
             if broken is not None and line.get("kind") != _RESUMED:
                 raise broken
             broken = None
             yield number, line
+        # The last line is cut short if it has no newline.
         if broken is not None and text.endswith(b"\n"):
             raise broken
 
 
-# json.loads() looks at seven options first, of each line of a long log.
+# Of one decoder: json.loads() checks its seven options for each line of a long log.
 _decode = json.JSONDecoder().decode
 
 
 def _refuse_special(file: Path, *allowed: int) -> None:
-    """Refuse a file of another kind: pipes, which would block, devices, folders, and links where
-    writing would follow them."""
+    """Refuse a file whose type is not in ``allowed``, such as a pipe, which would block, a device
+    or a folder."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_IFMT(file.lstat().st_mode) not in allowed:
             raise ValueError(f"{file} is not a regular file: nothing is written to it.")
@@ -293,15 +298,16 @@ def _taken(file: Path) -> ValueError:
 
 
 def _part_of(file: Path) -> Path:
-    """Return a new name beside ``file``, for what is renamed to it once it is whole."""
+    """Return a new path beside ``file``, to be renamed to it once it is complete."""
     return file.with_name(f".{os.urandom(8).hex()}.part")
 
 
 def _about() -> dict[str, Any]:
-    import shlex  # which names of dist_sparse need not load
+    # Imported here: readers of runs do not need it.
+    import shlex
 
     versions = {"dist_sparse": dist_sparse.__version__, "python": platform.python_version()}
-    # Importing torchrec for its version would take seconds.
+    # Only of imported packages: importing torchrec for its version would take seconds.
     for name in sorted({"torch", "torchrec"} & sys.modules.keys()):
         versions[name] = str(sys.modules[name].__version__)
     return {
@@ -313,11 +319,11 @@ def _about() -> dict[str, Any]:
 
 
 def _commit() -> dict[str, str]:
-    """Return the git commit of the script's folder, ``-dirty`` if files differ from it; empty where
-    there is none."""
+    """Return the git commit of the script's folder, with ``-dirty`` if tracked files differ from
+    it; empty outside of a repository."""
     folder = Path(sys.argv[0]).resolve().parent
     words = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
-    # A machine without git, a folder outside of a repository, a slow file system: the run goes on.
+    # No git, no repository, a slow file system: none of them may end the run.
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True)
         return {"commit": done.stdout.strip()}

@@ -1,8 +1,8 @@
 """The report of a run: one HTML file, and each chart as an SVG file of its own.
 
-This module decides what is on the page; ``page.html`` lays it out. The page needs no network, font
-or image, and no script but to sort and filter its tables. Everything that a template prints from a
-run is escaped, and control characters in it are made visible.
+This module computes the content of the page, and ``page.html`` lays it out. The page loads nothing
+(no network, font or image), and its only script sorts and filters tables. Templates escape every
+text from a run, and control characters in it are made visible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, pairwise
-from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,20 +44,25 @@ if TYPE_CHECKING:
 # Charts as shapes, and as files: the page and the SVG files draw the same :class:`Plot`.
 #
 # A plot is WIDTH by HEIGHT units large. Text around it is placed in percent, so that on the page
-# lines stretch with the window while text keeps its size. Colors and widths belong to the template,
-# by the name of a shape's look.
+# lines stretch with the window while text keeps its size. A shape has a CSS class; the template
+# holds its color and width.
 
 WIDTH, HEIGHT = 1000, 400
 
-# Colors of compared runs, then they repeat.
+# Colors of compared runs in page.css; further runs repeat them.
 _COLORS = 9
+
+# Limits of tooltips: strips of a plot, and lines of text in each.
 _MOST_TIPS = 64
 _TIP_LINES = 7
 
+# Roles of lines, from the back to the front.
 _LAYERS = ("raw", "other", "main", "target")
+
+# Candidates for ticks on an axis of bytes: 1, 2, 5, ... 500 of B, KiB, ... PiB.
 _SIZES = [n * 1024.0**p for p in range(6) for n in (1, 2, 5, 10, 20, 50, 100, 200, 500)]
 
-Text = Callable[[float], str]
+Formatter = Callable[[float], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +70,17 @@ class Plot:
     """Shapes with axes.
 
     Args:
-        caption: the same for a screen reader.
-        shapes: look and path of each, the last on top.
-        marks, below: numbers beside the axes, in percent from the top and from the left.
+        caption: text for screen readers.
+        shapes: CSS class and SVG path of each, the last on top.
+        marks: numbers of the vertical axis, each with its place in percent from the top.
+        below: numbers of the horizontal axis, each with its place in percent from the left.
         label: of the horizontal axis.
-        legend: look and name.
-        tips: ``text`` for vertical strips of the plot, shown under a pointer: ``left`` and
-            ``width`` in percent of the plot, the place of ``line`` in percent of the strip.
-        spots: the ``label`` of dots, and ``text`` shown under a pointer: ``left`` and ``top`` in
-            percent; ``under``: the label is below the dot.
-        mark: place and text of a vertical line.
+        legend: CSS class and name of each line.
+        tips: tooltips of vertical strips: the ``text``; ``left`` and ``width`` of the strip in
+            percent of the plot; the place of its ``line`` in percent of the strip.
+        spots: tooltips of dots: the ``text``; the ``label`` beside the dot, below it if ``under``;
+            ``left`` and ``top`` in percent.
+        mark: place in percent and text of a vertical line.
     """
 
     caption: str
@@ -90,21 +95,26 @@ class Plot:
 
     @property
     def widest(self) -> str:
-        """The longest number beside the plot, which decides how much room there is."""
-        return max(map(itemgetter(1), self.marks), key=len, default="")
+        """The longest number of the vertical axis, which sets the width of its column."""
+        return max((text for _, text in self.marks), key=len, default="")
 
 
 class _Axes:
-    """Axes of a chart: from ``left`` to ``right`` on the scale of steps, or of bytes."""
+    """Axes of a chart.
+
+    Args:
+        left, right: ends of the horizontal axis, after ``scale``.
+        scale: of the horizontal axis: ``float`` for steps, ``log10`` for bytes.
+    """
 
     def __init__(
         self, chart: Chart, left: float, right: float, scale: Callable[[float], float]
     ) -> None:
         self.left, self.right, self.scale = left, right, scale
-        self.low, self.high = _range(chart.heights, chart.share)
-        # The texts of heights: of points, and beside the axis, where there is less room.
-        texts: tuple[Text, Text] = (percent, _percent_tick) if chart.share else (amount, _compact)
-        self.text_of, self.mark_of = texts
+        self.low, self.high = _axis_range(chart.heights, chart.share)
+        # How values are written: in tooltips, and beside the axis, where there is less room.
+        self.text_of: Formatter = percent if chart.share else amount
+        self.mark_of: Formatter = _percent_tick if chart.share else _compact
 
     def x_of(self, value: float) -> float:
         # One decimal is a quarter of a pixel on a wide page, and keeps paths short.
@@ -114,15 +124,14 @@ class _Axes:
         # SVG counts from the top.
         return round(HEIGHT * (1 - (value - self.low) / (self.high - self.low)), 1)
 
-    def numbers(self, below: Mapping[float, str]) -> dict[str, Any]:
-        """Return what a plot has beside its shapes: the numbers of both axes, and its grid."""
-        marks, grid = [], []
+    def grid(self) -> tuple[list[tuple[float, str]], list[tuple[str, str]]]:
+        """Return the numbers of the vertical axis, and a line across the plot for each."""
+        marks, lines = [], []
         for level in ticks(self.low, self.high, 4):
             top = self.y_of(level)
             marks.append((100 * top / HEIGHT, self.mark_of(level)))
-            grid.append(("grid", f"M0 {top:.1f}H{WIDTH}"))
-        places = [(100 * self.x_of(x) / WIDTH, text) for x, text in below.items()]
-        return {"marks": marks, "below": places, "grid": grid}
+            lines.append(("grid", f"M0 {top:.1f}H{WIDTH}"))
+        return marks, lines
 
 
 def plot_of(chart: Chart) -> Plot | None:
@@ -133,89 +142,94 @@ def plot_of(chart: Chart) -> Plot | None:
 
 
 def _line_plot(chart: Chart) -> Plot:
-    # A compared run may have gone further than the run itself.
+    # 1.0: an axis of a single step would have no length. A compared run may have more steps.
     steps = [0.0, 1.0, float(chart.end), *chart.places]
     axes = _Axes(chart, min(steps), max(steps), float)
-    # There are no half steps.
-    whole = [*filter(float.is_integer, ticks(axes.left, axes.right, 4))]
-    numbers = axes.numbers(dict(zip(whole, map(_compact, whole), strict=True)))
-    # The grid comes first, and later shapes cover earlier ones: the run itself is on top.
-    layers = sorted(chart.lines, key=lambda line: _LAYERS.index(line.role))
-    shapes = numbers.pop("grid") + [(_look(line), _path(line, axes)) for line in layers]
+    below = []
+    for step in ticks(axes.left, axes.right, 4):
+        # There are no half steps.
+        if step.is_integer():
+            below.append((axes.x_of(step) / 10, _compact(step)))
+    marks, shapes = axes.grid()
+    # Later shapes cover earlier ones.
+    for line in sorted(chart.lines, key=lambda line: _LAYERS.index(line.role)):
+        shapes.append((_css_class(line), _path(line, axes)))
     mark = None
     if chart.mark is not None:
         step, text = chart.mark
         mark = axes.x_of(step) / 10, text
         shapes.append(("mark", f"M{axes.x_of(step)} 0V{HEIGHT}"))
-    named = list[Line]()
-    ends = list[str]()
-    legend = list[tuple[str, str]]()
-    for line in chart.lines:
-        # Values as logged are only behind their means.
-        if line.role != "raw":
-            named.append(line)
-            ends.append(f"{line.name} ends at {axes.text_of(line.heights[-1])}")
-            legend.append((_look(line), line.name))
+    # Logged values are drawn behind their means, and have no name of their own.
+    named = [line for line in chart.lines if line.role != "raw"]
+    ends, legend = list[str](), list[tuple[str, str]]()
+    for line in named:
+        ends.append(f"{line.name} ends at {axes.text_of(line.heights[-1])}")
+        legend.append((_css_class(line), line.name))
     return Plot(
         caption=f"{chart.title} over steps: {'; '.join(ends)}.",
         shapes=shapes,
+        marks=marks,
+        below=below,
         label="step",
         mark=mark,
-        # A single line has the name of its chart.
+        # A single line needs no legend: the title of the chart names it.
         legend=legend if len(named) > 1 else [],
         tips=_tips(named, axes),
-        **numbers,
     )
 
 
 def _dot_plot(chart: Chart) -> Plot:
-    logs = [*map(math.log10, chart.places)]
-    # Dots at the edge would be cut in half; 0.02 where all have the same bytes.
-    room = 0.06 * (max(logs) - min(logs)) + 0.02
-    axes = _Axes(chart, min(logs) - room, max(logs) + room, math.log10)
-    # Room for the labels.
+    least, most = math.log10(min(chart.places)), math.log10(max(chart.places))
+    # Dots at the edge would be cut in half; 0.02 if all have the same bytes.
+    room = 0.06 * (most - least) + 0.02
+    axes = _Axes(chart, least - room, most + room, math.log10)
+    # Room for the labels below and above the dots.
     height = axes.high - axes.low
-    axes.low, axes.high = axes.low - 0.08 * height, axes.high + 0.12 * height
-    below = {}
-    for each in _SIZES:
-        if axes.left <= math.log10(each) <= axes.right:
-            below[each] = size(each).replace(".00", "").replace(".0", "")
-    numbers = axes.numbers(dict(_every([*below.items()], 5)))
-    shapes = numbers.pop("grid")
+    axes.low -= 0.08 * height
+    axes.high += 0.12 * height
+    below = []
+    for tick in _SIZES:
+        if axes.left <= math.log10(tick) <= axes.right:
+            text = size(tick).replace(".00", "").replace(".0", "")
+            below.append((axes.x_of(tick) / 10, text))
+    marks, shapes = axes.grid()
     spots = list[dict[str, Any]]()
     texts = list[str]()
     for place, line in enumerate(chart.lines):
-        shapes.append((f"{_look(line)} joined", _path(line, axes)))
+        look = _css_class(line)
+        shapes.append((f"{look} joined", _path(line, axes)))
         dots = zip(line.labels, line.places, line.heights, strict=True)
         for number, (label, taken, auc) in enumerate(dots):
             x, y = axes.x_of(taken), axes.y_of(auc)
-            # A line of no length has round ends: a dot.
-            shapes.append((f"{_look(line)} dot", f"M{x} {y}h0"))
+            # A line of no length is a dot: its ends are round.
+            shapes.append((f"{look} dot", f"M{x} {y}h0"))
             spot: dict[str, Any] = {"left": 100 * x / WIDTH, "top": 100 * y / HEIGHT}
             spot["label"] = label
             spot["text"] = (f"{line.name}, {label}", f"{size(taken)}, AUC {auc:.4f}")
+            # Alternately above and below, so that labels of neighbors do not overlap.
+            spot["under"] = (place + number) % 2 == 1
+            spots.append(spot)
             texts.append(": ".join(spot["text"]))
-            # On both sides in turn, so that labels of neighbors are apart.
-            spots.append(spot | {"under": (place + number) % 2 == 1})
     return Plot(
         caption=f"{chart.title}: {'; '.join(texts)}",
         shapes=shapes,
+        marks=marks,
+        below=_every_nth(below, 5),
         label="bytes, logarithmic",
-        legend=[(_look(line), line.name) for line in chart.lines],
+        legend=[(_css_class(line), line.name) for line in chart.lines],
         spots=spots,
-        **numbers,
     )
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return round numbers in [low, high], 1, 2, 2.5 or 5 times a power of ten apart, at most
     ``most + 1``."""
-    # Also where one of them is not a number.
+    # Not `high <= low`, which is False for NaN.
     if not high > low:
         return [low]
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    # 1e-9: a rough step that is round but for a rounding error is taken as it is.
+    # 1e-9: a rough step that is a rounding error above a round one must not jump to the next.
     steps = [power * times for times in (1, 2, 2.5, 5, 10)]
     step = steps[bisect_left(steps, rough * (1 - 1e-9))]
     # 12 digits: n * step has rounding errors that would show in a label.
@@ -223,25 +237,22 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
 
 
-def _every(values: list[Any], most: int) -> list[Any]:
-    """Return every n-th value, at most ``most`` of them."""
-    # -(-a // b) rounds up.
-    return values[:: max(1, -(-len(values) // most))]
+def _every_nth(values: list[Any], most: int) -> list[Any]:
+    """Return every n-th value, with the least n that leaves at most ``most``."""
+    return values[:: max(1, math.ceil(len(values) / most))]
 
 
 def _tips(lines: Sequence[Line], axes: _Axes) -> list[dict[str, Any]]:
-    """Return the values at each step: one strip per point, halfway to its neighbors on both
-    sides."""
-    steps = set[float]().union(*map(attrgetter("places"), lines))
-    # Each strip is an element of the page: a line of 400 points has strips of several steps.
-    shown = _every(sorted(steps), _MOST_TIPS)
-    # Halfway to the neighbors: the strip under a pointer is the one of the nearest point.
+    """Return the tooltips of the values at each step: vertical strips, side by side."""
+    # A strip is an element of the page: with many steps, only every n-th has one.
+    shown = _every_nth(sorted({x for line in lines for x in line.places}), _MOST_TIPS)
+    # Strips meet halfway between steps, so that a pointer shows the nearest one.
     edges = [0.0, *((axes.x_of(a) + axes.x_of(b)) / 20 for a, b in pairwise(shown)), 100.0]
     tips = []
     for x, (left, right) in zip(shown, pairwise(edges), strict=True):
         text = [f"step {count(round(x))}"]
         for line in lines[:_TIP_LINES]:
-            # Lines are thinned differently: one without a point at this step has the one before.
+            # Lines are thinned independently: without a point at this step, show the one before.
             before = line.points[: bisect_right(line.places, x)]
             for _, value in finite(before[-1:]):
                 text.append(f"{line.name}: {axes.text_of(value)}")
@@ -252,30 +263,31 @@ def _tips(lines: Sequence[Line], axes: _Axes) -> list[dict[str, Any]]:
 
 def _path(line: Line, axes: _Axes) -> str:
     """Return the path of a line, with gaps where a value is not finite."""
-    # h0: with round ends, a point alone is a dot.
-    begin, go_on = "M{} {}h0", "H{}V{}" if line.steps else "L{} {}"
-    path, form = "", begin
+    # h0, a line of no length: a point between two gaps is drawn as a dot.
+    move, draw = "M{} {}h0", "H{}V{}" if line.steps else "L{} {}"
+    path, command = "", move
     for x, value in line.points:
         if value is None:
-            form = begin
+            command = move
         else:
-            path += form.format(axes.x_of(x), axes.y_of(value))
-            form = go_on
+            path += command.format(axes.x_of(x), axes.y_of(value))
+            command = draw
     return path
 
 
-def _look(one: Line) -> str:
-    """Return the classes of a line: a compared run has its own color, the same in all charts."""
-    return f"other other{one.number % _COLORS}" if one.role == "other" else one.role
+def _css_class(line: Line) -> str:
+    """Return the classes of a line: a compared run has one color in all charts."""
+    return f"other other{line.number % _COLORS}" if line.role == "other" else line.role
 
 
-def _range(values: Sequence[float], share: bool) -> tuple[float, float]:
-    """Return the ends of a vertical axis: with room around the values, from 0 for shares."""
+def _axis_range(values: Sequence[float], share: bool) -> tuple[float, float]:
+    """Return the ends of a vertical axis, with room around the values. Shares begin at 0."""
     low, high = min(values), max(values)
     if share:
         return 0.0, 1.05 * high
     room = 0.05 * (high - low)
-    if room <= 1e-9 * max(abs(low), abs(high)):  # only rounding errors
+    # The values differ by rounding errors at most: draw a flat line.
+    if room <= 1e-9 * max(abs(low), abs(high)):
         room = 0.05 * (abs(low) or 1.0)
     return low - room, high + room
 
@@ -287,7 +299,7 @@ def _percent_tick(value: float) -> str:
 def _compact(value: float) -> str:
     """Return ``625``, ``1.5M``."""
     for prefix, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        # 1,000 to 9,999 are short enough.
+        # Numbers below 10,000 are written out.
         if abs(value) >= max(unit, 1e4):
             return f"{value / unit:.4g}{prefix}"
     return f"{value:.4g}"
@@ -309,7 +321,7 @@ def write_report(
 ) -> Path:
     """Write the report of a run, with the config and the command of its script.
 
-    A file that is there is replaced once the new one is whole; a symbolic link is replaced, not
+    An existing file is replaced once the new one is complete. A symbolic link is replaced, not
     followed.
 
     Args:
@@ -341,13 +353,13 @@ def write_report(
     run = run if isinstance(run, Run) else read_run(run)
     out = Path(out or run.folder / _REPORT)
     figures = charts(run)
-    # All of them before the first is written: a failure leaves the old ones.
+    # All are rendered before the first is written: an error leaves the old files.
     contents = {out: page(run, figures).encode()}
     if svg is not None:
         contents |= {Path(svg) / f"{chart.key}.svg": svg_of(chart).encode() for chart in figures}
     for file, content in contents.items():
         file.parent.mkdir(parents=True, exist_ok=True)
-        # A report exists to be shown; the log beside it stays private.
+        # Readable by all: a report is shared. The log beside it stays private.
         write_whole(file, content, shared=True)
     return out
 
@@ -359,13 +371,12 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         ImportError: jinja2 is not installed.
     """
     found, script = numbers(run), part("page.js")
-    # Charts come in the order of their sections.
     sections = defaultdict(list)
     for chart in figures:
         section = _SECTIONS[chart.key.partition("_")[0]]
         sections[section].append((chart, plot_of(chart)))
-    # Names of all runs, in the order of the first that has them.
-    series = dict.fromkeys(chain.from_iterable(map(attrgetter("values"), run.all_runs)))
+    # Each name once, in the order of the runs: a set would have no order.
+    series = dict.fromkeys(chain.from_iterable(one.values for one in run.all_runs))
     config = json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")
     return render(
         "page.html",
@@ -387,9 +398,9 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
 
 
 def _all_tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the registered tables and the others, the largest first."""
-    tables = [*found["tables"]]  # numbers() keeps the two apart
-    # Of these only the bytes are known, and all of them are kept.
+    """Return the sparsified tables and the others, the largest first."""
+    tables = [*found["tables"]]
+    # Of tables without a sparsifier only the bytes are known; all are kept.
     for name, taken in found["other_tables"].items():
         unknown = dict.fromkeys(TABLE_FIELDS)
         tables.append({**unknown, "name": name, "bytes_kept": taken, "bytes_dense": taken})
@@ -398,7 +409,7 @@ def _all_tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def svg_of(chart: Chart) -> str:
-    """Return a chart as a file of its own: axes, text and style within, light and dark.
+    """Return a chart as a file that needs no other: axes, text and styles, light and dark.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -416,35 +427,41 @@ def render(template: str, **values: Any) -> str:
 
 
 def part(name: str) -> str:
-    """Return a file of the page, which Jinja2 takes for markup: never text from a run."""
-    from markupsafe import Markup  # jinja2 needs it
+    """Return a file of this package as markup, which templates do not escape."""
+    from markupsafe import Markup
 
     return Markup((_FOLDER / name).read_text(encoding="utf-8"))
 
 
 @cache
 def environment() -> Environment:
-    # torch brings it, but runs are read without torch.
+    """Return the Jinja2 environment of the templates.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    # Imported here: jinja2 comes with torch, and `dist-sparse inspect` works without torch.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
-        autoescape=True,  # by name it would leave .svg out
+        # Not select_autoescape(), which leaves .svg files unescaped.
+        autoescape=True,
         undefined=StrictUndefined,
-        finalize=_visible,
+        finalize=_escape_controls,
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=True,  # a file ends with one
+        keep_trailing_newline=True,
     )
-    texts = (amount, block_shape_text, count, duration, number_of, percent, printable, size)
-    environment.filters |= {text.__name__: text for text in texts}
+    filters = (amount, block_shape_text, count, duration, number_of, percent, printable, size)
+    environment.filters |= {function.__name__: function for function in filters}
     environment.filters |= {"known": lambda text: "" if text == "-" else text}
     return environment
 
 
-def _visible(value: Any) -> Any:
-    """Return text from a run without control characters."""
-    # Not of a subclass of str: that is the project's own markup, and has line ends.
+def _escape_controls(value: Any) -> Any:
+    """Escape control characters in text from a run."""
+    # Not isinstance(): Markup is a str too. It is this package's own text, and has newlines.
     if type(value) is str:
         return printable(value)
     return value

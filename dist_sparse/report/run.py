@@ -1,10 +1,10 @@
 """Reads the folder of a run back as a :class:`Run`.
 
-- The format is checked, not each value: a log is the user's own file. A page escapes all of it.
-- A run that crashed or still runs is read up to its last whole line.
-- A session is what one ``RunLog`` writes. Where a session repeats steps of the one before, the
-  later ones count. Mask updates logged at one step of one session all count.
-- A run in a folder inside the run's folder, such as a dense one, is a run to compare it with.
+- The format is checked, the values are not: a log is the user's own file, and the page escapes it.
+- A run that crashed or still runs is read up to its last complete line.
+- A session is the part of a log that one ``RunLog`` wrote. A resumed session may repeat steps: its
+  values replace the earlier ones. All mask updates that one session logged at a step count.
+- Runs in folders inside the run's folder, such as a dense one, are compared with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from operator import attrgetter, itemgetter, mul
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,7 @@ _FILE = "artifacts.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ArtifactBytes:
-    """A served form of a run's model: its name, the bytes of its files, and the AUC with which it
-    serves."""
+    """An artifact of a run: its name, the bytes of its files, and the AUC that it serves."""
 
     name: str
     bytes: int
@@ -58,16 +57,16 @@ def add_artifact(
     auc: float,
     name: str | None = None,
 ) -> ArtifactBytes:
-    """Add an artifact to a run, for the chart of AUC over bytes in its report. Local: for one rank,
-    or any process.
+    """Add an artifact to the chart of AUC over bytes in a run's report. Local: call it on one rank,
+    or in any process.
 
-    One of the same name is replaced.
+    An artifact of the same name is replaced.
 
     Args:
         run: folder that a :class:`~dist_sparse.RunLog` wrote.
-        artifact: the file or folder that is served; its bytes are read here. It need not be kept.
-        auc: with which it serves.
-        name: in the report; that of the file or folder by default.
+        artifact: the served file or folder. Its size is read now, so it may be deleted later.
+        auc: measured on what the artifact serves.
+        name: in the report; by default the name of the file or folder.
 
     Raises:
         ValueError: there is no such run or artifact, or an argument is invalid.
@@ -88,19 +87,19 @@ def add_artifact(
     """
     run, artifact = Path(run), Path(artifact)
     _refuse_no_run(run, RUN)
-    files = [*filter(Path.is_file, (artifact, *artifact.rglob("*")))]
-    if not files:
+    sizes = [file.stat().st_size for file in (artifact, *artifact.rglob("*")) if file.is_file()]
+    if not sizes:
         raise ValueError(
             f"Invalid artifact={str(artifact)!r}: there is no such file, nor a folder with files."
         )
     new = ArtifactBytes(
         name=artifact.name if name is None else name,
-        bytes=sum(file.stat().st_size for file in files),
+        bytes=sum(sizes),
         auc=checks.number("auc", auc, least=0, most=1),
     )
-    # A run is exported again after more training: the newest counts.
-    named = {old.name: old for old in read_artifacts(run)} | {new.name: new}
-    text = json.dumps([*map(asdict, named.values())], indent=2, allow_nan=False)
+    # A run is exported again after more training: the newest artifact of a name counts.
+    by_name = {old.name: asdict(old) for old in read_artifacts(run)} | {new.name: asdict(new)}
+    text = json.dumps([*by_name.values()], indent=2, allow_nan=False)
     write_whole(run / _FILE, f"{text}\n".encode())
     return new
 
@@ -121,7 +120,7 @@ def read_artifacts(run: Path) -> tuple[ArtifactBytes, ...]:
         ) from error
 
 
-# `(step, value)`, steps ascending; None where the value was not finite.
+# `(step, value)` with ascending steps. A value that was not finite is None.
 Series = tuple[tuple[int, float | None], ...]
 
 
@@ -131,9 +130,9 @@ class Spent:
 
     Args:
         total: while a log was open.
-        masks: in mask updates; 0 without any.
-        enforcement: in keeping pruned weights at zero; None without an enforcer, or if a session
-            has no end.
+        masks: of mask updates.
+        enforcement: of keeping pruned weights at zero. None without an enforcer, or if a session
+            crashed, because it is logged at the end.
     """
 
     total: float
@@ -143,10 +142,10 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class RowTraffic:
-    """Rows of a table by their lookups: of none, of 1, of 2 and 3, of 4 to 7 and so on; and the
-    lookups of all of them.
+    """Histogram of the rows of a table by their lookups: with 0, 1, 2 to 3, 4 to 7 lookups etc.
 
-    ``kept``: rows with a kept weight; ``removed``: all others.
+    ``kept`` counts rows with a kept weight, ``removed`` all others. The sums of their lookups are
+    beside the histogram.
     """
 
     kept: Sequence[int]
@@ -156,37 +155,37 @@ class RowTraffic:
 
     @property
     def share(self) -> float | None:
-        """Share of the lookups that kept rows had; None without lookups."""
+        """Fraction of the lookups that kept rows had; None without lookups."""
         return share_of(self.kept_lookups, self.kept_lookups + self.removed_lookups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as its folder describes it.
+    """A run that was read from its folder. Mappings without a word are by the name of a table.
 
     Args:
-        folder: where it was read from.
-        name: as given to ``RunLog``, else that of the folder.
-        started: as in ``run.json``.
-        command: the words by which it was started; empty if unknown.
+        folder: of the run.
+        name: as given to ``RunLog``, by default the name of the folder.
+        started: time, as in ``run.json``.
+        command: command line of the script; empty if unknown.
         world: number of ranks.
         versions, config: as in ``run.json``.
-        finished: the log was closed; False for a run that crashed or still runs.
-        sessions: how often the run was started or resumed, as far as the log shows.
-        last_step: last step with a line; None for an empty log.
-        values: a series for each name passed to ``RunLog.step``.
-        due: mask updates in ascending order, each with its training step.
-        validations: of the guard, each with the training step before it.
-        slots: updates of following tables in ascending order, each with its training step.
-        tables: statistics at the last end; empty before.
-        dead_rows: rows without a kept element, at the last end.
-        model_tables: bytes of all tables of the model, where ``RunLog`` was given it.
-        traffic: rows by their lookups at the last end, of the tables that count them.
-        lookups: at the last end, of each table all that are known, and those of removed rows.
-        artifacts: served forms of its model (:func:`~dist_sparse.report.add_artifact`).
+        finished: whether the log was closed; False for a run that crashed or still runs.
+        sessions: how often the run was started or resumed.
+        last_step: last logged step; None for an empty log.
+        values: series by the names passed to ``RunLog.step``.
+        due: mask updates, each with the step at which it was logged.
+        validations: of the guard, each with the step at which it was logged.
+        slots: updates of following tables, each with the step at which it was logged.
+        tables: statistics at the end; empty before.
+        dead_rows: number of rows without a kept element, at the end.
+        model_tables: bytes of all tables of the model; empty if ``RunLog`` was not given the model.
+        traffic: rows by their lookups at the end, for tables that count lookups.
+        lookups: at the end, the known lookups and how many of them hit removed rows.
+        artifacts: added by :func:`~dist_sparse.report.add_artifact`.
         spent: seconds.
         compared: other runs, by their names.
-        number: place of its method among those compared: it gives a run its color in all charts.
+        number: of the run's method among the compared runs. It selects the color in all charts.
     """
 
     folder: Path
@@ -215,8 +214,8 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The config without its seeds, as text: equal for runs that differ by chance alone. The
-        name of a run whose config has no seed."""
+        """The config without its seeds, as text, which is equal for runs that differ by chance
+        alone; the name of a run whose config has no seed."""
         config = flat(self.config)
         unseeded = {key: value for key, value in config.items() if not key.endswith("seed")}
         if len(unseeded) == len(config):
@@ -230,14 +229,14 @@ class Run:
 
     @property
     def end(self) -> int:
-        """The last step: a mask update may be logged after the last one with values."""
-        steps: list[int] = [self.last_step or 0, *map(itemgetter(0), self.due[-1:])]
-        return max(steps)
+        """The last step of the charts: a mask update may be logged after the last values."""
+        steps = [step for step, _ in self.due[-1:]]
+        return max([self.last_step or 0, *steps])
 
     @property
     def undone(self) -> tuple[int, GuardCheck] | None:
-        """The validation that undid a mask update, at most one in a run, and its step."""
-        return next((one for one in self.validations if one[1].undone is not None), None)
+        """Step and validation that undid a mask update. A guard undoes at most one in a run."""
+        return next((entry for entry in self.validations if entry[1].undone is not None), None)
 
     @property
     def last_changes(self) -> dict[str, MaskChange]:
@@ -246,40 +245,40 @@ class Run:
 
     @property
     def states(self) -> tuple[MaskChange | TableStats, ...]:
-        """The registered tables at the end, in the order of the model; before it, as the last mask
-        updates left them."""
+        """The registered tables at the end, in the order of the model; before the end, their last
+        mask updates."""
         return self.tables or tuple(self.last_changes.values())
 
     @property
     def other_tables(self) -> dict[str, int]:
         """Bytes of the model's tables that are not registered with a sparsifier."""
         # `tables` is empty before the end of a run: until then its mask updates name them.
-        registered = {*self.last_changes, *map(attrgetter("name"), self.tables)}
+        registered = {*self.last_changes, *(table.name for table in self.tables)}
         return {name: size for name, size in self.model_tables.items() if name not in registered}
 
     @property
     def bytes_dense(self) -> int | None:
-        """Bytes of all tables without sparsity: of the model's, else of the registered ones; None
-        if unknown."""
-        # Both name registered tables: their bytes at the end count.
+        """Dense bytes of all tables of the model, or of the registered ones if the model is not
+        known; None if unknown."""
+        # Registered tables are in both: their statistics at the end take precedence.
         registered = {table.name: table.table_bytes for table in self.tables}
         sizes = {**self.model_tables, **registered}
         return sum(sizes.values()) if sizes else None
 
     @property
     def bytes_kept(self) -> int | None:
-        """Bytes of the kept weights of those tables, masks not counted; None before the end of a
-        run that prunes."""
+        """Bytes of the kept weights of these tables, without masks; None before the end of a run
+        that prunes."""
         dense = self.bytes_dense
-        # Bytes of tables are logged at the end; mask updates have none.
+        # States are mask updates before the end, and these have no bytes.
         if dense is None or self.states != self.tables:
             return None
         return dense - sum(table.table_bytes - table.kept_bytes for table in self.tables)
 
     @property
     def trained(self) -> bool:
-        """Whether it has more than one step: of a single one, time is no time of a step, and the
-        weights are those of another run."""
+        """Whether the run has more than one step. A log of a single step describes the weights of
+        another run, and its time is not the time of a step."""
         return bool(self.last_step)
 
     @property
@@ -293,57 +292,59 @@ class Run:
 
     @property
     def sparsity_share(self) -> float | None:
-        """Share of a step's time that mask updates and enforcement took; None without updates, or
-        where it is unknown."""
+        """Fraction of a step's time that mask updates and enforcement took; None if unknown, or
+        without mask updates."""
         if not self.due or self.spent.enforcement is None:
             return None
         return share_of(self.ms_of(self.spent.masks + self.spent.enforcement), self.ms_per_step)
 
     def ms_of(self, seconds: float) -> float:
-        """Return seconds of the whole run as milliseconds of a step."""
+        """Convert seconds of the whole run to milliseconds per step."""
         return 1000 * seconds / ((self.last_step or 0) + 1)
 
     def last(self, name: str) -> float | None:
         """Return the last finite value of a series; None if there is none."""
-        finite = (x for _, x in reversed(self.values.get(name, ())) if x is not None)
-        return next(finite, None)
+        for _, value in reversed(self.values.get(name, ())):
+            if value is not None:
+                return value
+        return None
 
 
 def total(tables: Iterable[object], field: str) -> int:
     """Return the sum of a field over tables."""
-    return sum(map(attrgetter(field), tables))
+    return sum(getattr(table, field) for table in tables)
 
 
 def target_of(tables: Sequence[MaskChange | TableStats]) -> float | None:
-    """Return the configured level of all blocks; None where a table has no level."""
-    targets: list[Any] = [*map(attrgetter("target"), tables)]
-    if None in targets:
-        return None
-    # Weighted by blocks, so that it compares with the sparsity of all blocks.
-    weighted = sum(map(mul, targets, map(attrgetter("blocks"), tables)))
+    """Return the configured level over all blocks; None if a table has no level."""
+    # Weighted by blocks, like the sparsity that it is compared with.
+    weighted = 0.0
+    for table in tables:
+        if table.target is None:
+            return None
+        weighted += table.target * table.blocks
     return share_of(weighted, total(tables, "blocks"))
 
 
 def sparsity_of(tables: Sequence[MaskChange | TableStats]) -> float | None:
-    """Return the share of removed blocks; None without a block."""
+    """Return the fraction of removed blocks; None without a block."""
     return share_of(total(tables, "removed_blocks"), total(tables, "blocks"))
 
 
 def share_of(part: float | None, whole: float | None) -> float | None:
-    """Return ``part / whole``; None where one is unknown or the whole is 0."""
+    """Return ``part / whole``; None if one is unknown or the whole is 0."""
     return part / whole if part is not None and whole else None
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings by dotted keys."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in config.items():
-        # Leaf by leaf: a nested config that differs in one key shows that key.
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
+            leaves |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            leaves[f"{prefix}{key}"] = value
+    return leaves
 
 
 def read_run(folder: str | Path, *others: str | Path) -> Run:
@@ -356,8 +357,8 @@ def read_run(folder: str | Path, *others: str | Path) -> Run:
         folder, others: that a :class:`~dist_sparse.RunLog` wrote.
 
     Raises:
-        ValueError: there is no run, it has another format, or a line is not one that ``RunLog``
-            writes; names the file.
+        ValueError: there is no run, its format is another, or ``RunLog`` does not write such a
+            line; names the file.
 
     Example::
 
@@ -373,43 +374,44 @@ def read_run(folder: str | Path, *others: str | Path) -> Run:
         >>> run.finished, run.last_step, run.last("loss"), list(run.compared)
         (True, 2, 0.3333333333333333, ['columns'])
     """
-    # One level: runs inside those runs are their own comparison.
+    # One level deep: a run inside an inner run is compared with that one only.
     others = others or tuple(file.parent for file in sorted(Path(folder).glob(f"*/{RUN}")))
-    different: dict[str, Path] = {}
-    for each in (folder, *others):
-        # runs/latest is one of runs/*, under another name.
-        different.setdefault(os.path.realpath(each), Path(each))
-    first, *compared = map(_read, different.values())
+    # By real path, because runs/latest is a link to one of runs/*.
+    folders: dict[str, Path] = {}
+    for given in (folder, *others):
+        folders.setdefault(os.path.realpath(given), Path(given))
+    first, *compared = map(_read, folders.values())
     return dataclasses.replace(first, compared=_by_name(compared, taken=first.name))
 
 
 def _by_name(runs: Sequence[Run], taken: str) -> dict[str, Run]:
-    """Return runs by name and in order; a name that occurs again gets its folder."""
+    """Return runs by unique names, in order, each with the number of its method. A name that is
+    taken gets the folder as a suffix."""
     named: dict[str, Run] = {}
     numbers: dict[str, int] = {}
     for run in runs:
-        # Runs of one script have one name.
+        # One script gives all its runs the same name.
         name = f"{run.name} ({run.folder})" if run.name in (taken, *named) else run.name
         run = dataclasses.replace(run, name=name)
-        # Seeds of one method share a color, so that their spread is seen.
+        # Runs that differ in their seed share a color: together they show the spread.
         number = numbers.setdefault(run.method, len(numbers))
         named[name] = dataclasses.replace(run, number=number)
     return named
 
 
-# What reading a line raises that no RunLog wrote.
+# Exceptions from reading a line that RunLog has not written.
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def _read(folder: Path) -> Run:
     file, lines = folder / RUN, folder / LINES
-    # Checked first, for a message that names the missing file.
+    # First, for an error that names the missing file.
     _refuse_no_run(folder, RUN, LINES)
     about = read_about(file)
     reader = _Reader()
     for number, line in read_lines(lines):
         try:
-            reader.take(line)
+            reader.add(line)
         except _UNREADABLE as error:
             why = shortened(error, most=200)
             raise ValueError(
@@ -426,19 +428,22 @@ def _read(folder: Path) -> Run:
             world=about["world"],
             versions=about["versions"],
             config=about["config"],
-            **reader.read(),
+            **reader.fields(),
         )
     except KeyError as error:
         raise ValueError(f"{file} is not one that RunLog writes: it has no {error}.") from error
 
 
 def _refuse_no_run(folder: Path, *needed: str) -> None:
+    # A link that leads nowhere exists: it gets the error below.
+    if not os.path.lexists(folder):
+        raise ValueError(f"{folder} does not exist.")
     latest = folder / LATEST
-    newest = f" The newest of the runs inside is {latest}." if (latest / RUN).is_file() else ""
+    hint = f" The newest of the runs inside is {latest}." if (latest / RUN).is_file() else ""
     for name in needed:
         if not (folder / name).is_file():
             raise ValueError(
-                f"{folder} holds no run: there is no {name}, which RunLog writes.{newest}"
+                f"{folder} holds no run: there is no {name}, which RunLog writes.{hint}"
             )
 
 
@@ -446,42 +451,44 @@ class _Reader:
     """Collects the lines of a log one by one."""
 
     def __init__(self) -> None:
-        self._last: int | None = None
+        self._last_step: int | None = None
         self._series: dict[str, list[tuple[int, float | None]]] = {}
-        # By kind, each with its step.
+        # Events by kind, each with its step.
         self._events: dict[str, list[tuple[int, Any]]] = defaultdict(list)
-        # Kinds of events that a resumed session has not read yet.
-        self._repeats: set[str] = set()
-        # Seconds of each session by cause; but for the total they are logged at its end.
+        # Kinds whose first event in a resumed session is still to come.
+        self._resumed: set[str] = set()
+        # Seconds of each session by cause. A session that crashed has only its total.
         self._seconds: list[dict[str, float]] = [{}]
         self._mask_seconds = 0.0
         self._finished = False
         self._at_end: dict[str, Any] = {"tables": ()}
 
-    def take(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, Any]) -> None:
         kinds = {
-            **dict.fromkeys(_EVENTS, self._take_event),
-            "values": self._take_values,
+            **dict.fromkeys(_EVENTS, self._add_event),
+            "values": self._add_values,
             "resumed": self._begin_session,
-            "end": self._take_end,
+            "end": self._add_end,
         }
         kinds[line["kind"]](line)
 
-    def read(self) -> dict[str, Any]:
-        """Return the arguments of a Run that the log holds."""
-        whole = sum(map(Counter, self._seconds), Counter[str]())
-        # Of a session that crashed it is unknown: the sum would be too small.
-        known = all("enforcement" in seconds for seconds in self._seconds)
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a Run that the log holds."""
+        seconds = Counter[str]()
+        for session in self._seconds:
+            seconds.update(session)
+        # The sum over some of the sessions would be too small.
+        is_known = all("enforcement" in session for session in self._seconds)
         spent = Spent(
-            total=whole["total"],
+            total=seconds["total"],
             masks=self._mask_seconds,
-            enforcement=whole["enforcement"] if known else None,
+            enforcement=seconds["enforcement"] if is_known else None,
         )
         return {
             "finished": self._finished,
             "sessions": len(self._seconds),
-            "last_step": self._last,
-            "values": dict(zip(self._series, map(tuple, self._series.values()), strict=True)),
+            "last_step": self._last_step,
+            "values": {name: tuple(series) for name, series in self._series.items()},
             "due": tuple(self._events["masks"]),
             "validations": tuple(self._events["validation"]),
             "slots": tuple(self._events["slots"]),
@@ -491,39 +498,43 @@ class _Reader:
 
     def _begin_session(self, line: Mapping[str, Any]) -> None:
         self._seconds.append({})
-        self._repeats, self._finished = {*_EVENTS}, False
+        self._resumed = {*_EVENTS}
+        self._finished = False
 
-    def _take_values(self, line: Mapping[str, Any]) -> None:
+    def _add_values(self, line: Mapping[str, Any]) -> None:
         self._seconds[-1]["total"] = line["seconds"]
-        self._last = step = line["step"]
+        self._last_step = step = line["step"]
         for name, value in line["values"].items():
             series = self._series.setdefault(name, [])
-            # Steps ascend within a session, so only those of earlier ones are dropped.
+            # Steps ascend within a session: this drops only those that an earlier one logged.
             _drop_from(step, series)
             series.append((step, value))
 
-    def _take_event(self, line: Mapping[str, Any]) -> None:
+    def _add_event(self, line: Mapping[str, Any]) -> None:
         kind, step = line["kind"], line["step"]
         event = _EVENTS[kind](line)
-        # Only the first: events of one session may share a step, and all of them count. A mask
-        # update is written one update late, so its step says nothing about how far the run is.
-        if kind in self._repeats:
+        # At the first event of a session only: its further events may share a step, and all count.
+        # Not at `resumed`, whose line has no step: a mask update is logged at the next one.
+        if kind in self._resumed:
             _drop_from(step, self._events[kind])
-            self._repeats.discard(kind)
+            self._resumed.discard(kind)
         self._events[kind].append((step, event))
         if kind == "masks":
             self._mask_seconds += event.seconds
 
-    def _take_end(self, line: Mapping[str, Any]) -> None:
-        self._seconds[-1], self._finished = line["seconds"], True
-        if line["step"] >= 0:  # -1: the log has no step
-            self._last = line["step"]
-        if line["tables"]:  # a session without a sparsifier has none
+    def _add_end(self, line: Mapping[str, Any]) -> None:
+        self._seconds[-1] = line["seconds"]
+        self._finished = True
+        # -1: no step was logged.
+        if line["step"] >= 0:
+            self._last_step = line["step"]
+        # A session without a sparsifier has no tables; those of an earlier session stay.
+        if line["tables"]:
             self._at_end = _end_of_tables(line["tables"])
 
 
 def _end_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the arguments of a Run that are known at its end."""
+    """Return the fields of a Run that are logged at its end."""
     dead, traffic, lookups = {}, {}, {}
     for table in tables:
         name, counted = table["name"], table["traffic"]
@@ -536,12 +547,12 @@ def _end_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _drop_from(step: int, events: list[tuple[int, Any]]) -> None:
-    """Drop what a resumed run repeats."""
+    """Drop the events that a resumed session repeats: from this step on."""
     del events[bisect_left(events, step, key=itemgetter(0)) :]
 
 
 def _mask_update(line: Mapping[str, Any]) -> StepRecord:
-    # A long run has millions of them: one string per name.
+    # Names are interned: a long run has millions of changes, and each line its own string.
     tables = [MaskChange(**table | {"name": sys.intern(table["name"])}) for table in line["tables"]]
     return StepRecord(
         number=line["number"],
@@ -557,7 +568,7 @@ def _slot_update(line: Mapping[str, Any]) -> SlotUpdate:
     return SlotUpdate(seconds=line["seconds"], tables=tables)
 
 
-# How events are read, by the kind of their lines. All events of a session count.
+# Readers of events by the kind of their lines.
 _EVENTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "masks": _mask_update,
     "slots": _slot_update,
@@ -567,7 +578,7 @@ _EVENTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 
 def _table_stats(table: Mapping[str, Any]) -> TableStats:
     known = {one.name: table[one.name] for one in dataclasses.fields(TableStats)}
-    # JSON has lists: a TableStats that is read equals the one that was written.
+    # JSON has lists: with tuples, the TableStats equals the one that was written.
     block = known["sparse_block_shape"]
     return TableStats(
         **known | {"shape": tuple(known["shape"]), "sparse_block_shape": block and tuple(block)}

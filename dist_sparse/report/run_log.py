@@ -1,7 +1,6 @@
-"""Log of a run, written while it trains: :class:`RunLog` appends lines of JSON to a folder, on rank
-0.
+"""Log of a training run: on rank 0, :class:`RunLog` appends lines of JSON to a file in a folder.
 
-Other ranks take part in collectives only. Counts over ranks are summed in each mask update
+The other ranks only take part in collectives. Each mask update sums its counts over ranks
 (:class:`dist_sparse.sparsifiers.masks.Recorder`).
 
 ``run.json`` describes the run: when and how it was started, versions, config, bytes of all tables.
@@ -50,8 +49,8 @@ from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
 from dist_sparse.training.sparsify import SparseTraining
 
-# Scalars of a mask update for sinks: the name of each, and of its field.
-_SHOWN = {
+# Scalars of a mask update for sinks: their names, and the attributes of MaskChange.
+_SCALARS = {
     "sparsity": "sparsity",
     "target": "target",
     "churn": "churn",
@@ -59,10 +58,11 @@ _SHOWN = {
     "regrown": "regrown_blocks",
 }
 
-# Values from here on are logged as null, like infinities: differences of two must be finite.
+# Larger values are logged as null, like infinities: the report subtracts series, and the difference
+# of two finite float64 may overflow.
 _LARGEST = 1e300
 
-# Rows without a lookup, with 1, with 2 and 3, with 4 to 7 and so on up to int32's largest.
+# Bins of the histogram of rows by lookups: 0, 1, 2 to 3, 4 to 7, ... up to the bits of a count.
 _OCTAVES = 33
 
 
@@ -154,7 +154,6 @@ class RunLog:
         resume: bool = False,
     ) -> None:
         self._validations: list[GuardCheck] = []
-        # What sparsify() returned holds all three.
         if isinstance(sparsifier, SparseTraining):
             enforcer = enforcer or sparsifier.enforcer
             self._validations = sparsifier.validations
@@ -162,10 +161,11 @@ class RunLog:
         world = world_group()
         self._writes = world.rank == 0
         with world.agreeing("RunLog()"):
-            # Whatever is wrong on one rank is raised on all: none is left waiting.
+            # Inside agreeing(): an error on one rank is raised on all, so that no rank waits.
             slots = SimpleNamespace(updates=None) if slots is None else slots
             _refuse_wrong(sparsifier, enforcer, slots)
-            self.folder, listed = Path(folder), [*sinks]
+            self.folder = Path(folder)
+            given_sinks = [*sinks]
             if self._writes:
                 check_log(self.folder, resume)
             about: dict[str, Any] = {"config": check_config(config or {}), "name": name}
@@ -176,20 +176,25 @@ class RunLog:
             }
         self._file: LogFile | None = None
         self._sinks: list[Sink] = []
-        # Only now, when no rank refuses its arguments, may rank 0 write.
+        # Another agreement: rank 0 writes nothing before all ranks have accepted their arguments.
         with world.agreeing("RunLog()"):
             if self._writes:
                 self._file = open_log(self.folder, about, resume)
-                self._sinks = listed
-        self._enforcer, self._slots, self._sparsifier = enforcer, slots, sparsifier
+                self._sinks = given_sinks
+        self._enforcer = enforcer
+        self._slots = slots
+        self._sparsifier = sparsifier
         self._take_records: Callable[[], list[StepRecord]] = list
         if sparsifier is not None:
             self._take_records = sparsifier.record().take
+        # FollowingTables appends its updates to this list while there is one.
         slots.updates = []
-        self._started, self._mask_seconds = time.perf_counter(), 0.0
-        self._last, self._closed = -1, False
-        # Earlier ones are in the log of another run, or of an earlier session.
-        self._validated = len(self._validations)
+        self._started = time.perf_counter()
+        self._mask_seconds = 0.0
+        self._last_step = -1
+        self._closed = False
+        # Earlier validations belong to another run, or to an earlier session of this one.
+        self._logged_validations = len(self._validations)
 
     def step(self, step: int, **values: float | Tensor | None) -> None:
         """Log the values of one training step, after ``sparsifier.step()``. Local.
@@ -207,27 +212,27 @@ class RunLog:
         """
         if self._closed:
             raise ValueError(f"The log in {self.folder} is closed: it takes no step {step!r}.")
-        # A reader takes a step that is not larger for one of a resumed run.
-        step = integer("step", step, least=self._last + 1)
+        # Readers treat a step that does not ascend as a repetition by a resumed session.
+        step = integer("step", step, least=self._last_step + 1)
         given = {}
         for name, value in values.items():
             if value is not None:
-                # On every rank: after an error on rank 0 alone the others would wait for it.
+                # On every rank: if rank 0 alone raised, the others would wait for it.
                 _refuse_non_number(name, value)
                 given[name] = value
-        self._last = step
+        self._last_step = step
         self._write_events()
+        # Reading a tensor waits for its device: only rank 0 does.
         if self._writes and given:
-            known, finite = {}, {}
+            scalars, finite = {}, {}
             for name, value in given.items():
-                # Only now: reading a tensor waits for the device.
-                # torch warns where a tensor that needs a gradient is read.
+                # detach(): float() of a tensor that requires a gradient warns.
                 number = float(value.detach() if isinstance(value, Tensor) else value)
-                known[name] = number
+                scalars[name] = number
                 # JSON has neither NaN nor infinities.
                 finite[name] = number if abs(number) < _LARGEST else None
             self._write(kind="values", step=step, seconds=self._elapsed(), values=finite)
-            self._tell("scalars", step, known)
+            self._call_sinks("scalars", step, scalars)
 
     def close(self) -> None:
         """Write what is left and the state of all tables, and detach the recorder. Further calls do
@@ -237,7 +242,7 @@ class RunLog:
         """
         if self._closed:
             return
-        # Even where a collective fails, the recorder is detached and the file closed.
+        # If a collective fails, the recorder is detached and the file closed all the same.
         try:
             self._write_end()
         finally:
@@ -252,7 +257,7 @@ class RunLog:
         if self._enforcer is not None:
             seconds["enforcement"] = self._enforcer.seconds
         seconds["total"] = self._elapsed()
-        self._write(kind="end", step=self._last, seconds=seconds, tables=tables)
+        self._write(kind="end", step=self._last_step, seconds=seconds, tables=tables)
 
     def __enter__(self) -> RunLog:
         return self
@@ -263,7 +268,7 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close; after an exception without collectives, because other ranks may not have one."""
+        """Close. After an exception, do so without collectives: other ranks may not have raised."""
         if error is None:
             self.close()
         else:
@@ -276,7 +281,7 @@ class RunLog:
         self._slots.updates = None
         if self._file is not None:
             self._file.close()
-        self._tell("close")
+        self._call_sinks("close")
         self._sinks = []
 
     def _elapsed(self) -> float:
@@ -286,11 +291,12 @@ class RunLog:
         if self._file is not None:
             self._file.write(line)
 
-    def _tell(self, method: str, *values: Any) -> None:
+    def _call_sinks(self, method: str, *values: Any) -> None:
+        # Over a copy: a sink that fails is removed from the list.
         for sink in [*self._sinks]:
             try:
                 getattr(sink, method)(*values)
-            # A sink is the user's code: its failure must not end training.
+            # Any exception: a sink is the user's code, and must not end training.
             except Exception as error:
                 self._sinks.remove(sink)
                 failed = f"{type(sink).__name__} failed ({type(error).__name__}: {error})"
@@ -299,93 +305,99 @@ class RunLog:
     def _write_events(self) -> None:
         """Write the mask updates, validations and updates of following tables since the last
         call."""
-        # Other ranks take theirs too: they would pile up.
+        # On every rank, though only rank 0 writes: records that are not taken pile up.
         for record in self._take_records():
             self._mask_seconds += record.seconds
-            self._write(kind="masks", step=self._last, **asdict(record))
-            self._tell("scalars", self._last, _scalars(record))
-        for check in self._validations[self._validated :]:
-            self._write(kind="validation", step=self._last, check=asdict(check))
-        self._validated = len(self._validations)
+            self._write(kind="masks", step=self._last_step, **asdict(record))
+            self._call_sinks("scalars", self._last_step, _scalars(record))
+        for check in self._validations[self._logged_validations :]:
+            self._write(kind="validation", step=self._last_step, check=asdict(check))
+        self._logged_validations = len(self._validations)
         updates, self._slots.updates = self._slots.updates, []
         for update in updates:
-            self._write(kind="slots", step=self._last, **asdict(update))
-            self._tell("scalars", self._last, _fates(update))
+            self._write(kind="slots", step=self._last_step, **asdict(update))
+            self._call_sinks("scalars", self._last_step, _fates(update))
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
     """Return the known numbers of a mask update for sinks, by name and table."""
-    found = {}
+    scalars = {}
     for change in record.tables:
-        for name, field in _SHOWN.items():
-            value = getattr(change, field)
+        for name, attribute in _SCALARS.items():
+            value = getattr(change, attribute)
             if value is not None:
-                found[f"{name}/{change.name}"] = float(value)
-    return found
+                scalars[f"{name}/{change.name}"] = float(value)
+    return scalars
 
 
 def _fates(update: SlotUpdate) -> dict[str, float]:
-    """Return the shares of lookups of an update for sinks, by fate and table."""
-    found = {}
+    """Return the fractions of lookups of an update for sinks, by fate and table."""
+    scalars = {}
     for change in update.tables:
         for fate in FATES:
-            found[f"{fate}/{change.name}"] = getattr(change, fate) / max(change.lookups, 1)
-    return found
+            scalars[f"{fate}/{change.name}"] = getattr(change, fate) / max(change.lookups, 1)
+    return scalars
 
 
 def _end_of_tables(sparsifier: BaseDataSparsifier) -> list[dict[str, Any]]:
     """Return the state of all tables as JSON-able values. Collective."""
+    # Collectives, in this order on every rank.
     stats = sparsifier.table_stats()
     dead = sparsifier.dead_rows()
     traffic = _traffic(sparsifier)
-    looked_up = removed_lookups(sparsifier.masks.tables, "RunLog.close()")
+    lookups_of = removed_lookups(sparsifier.masks.tables, "RunLog.close()")
     tables = []
-    for one in stats:
-        lookups, removed = looked_up.get(one.name, (0, 0))
+    for table in stats:
+        lookups, removed = lookups_of.get(table.name, (0, 0))
         tables.append(
-            table_json(one)
-            | {"dead_rows": dead.get(one.name), "traffic": traffic.get(one.name)}
+            table_json(table)
+            | {"dead_rows": dead.get(table.name), "traffic": traffic.get(table.name)}
             | {"lookups": lookups, "removed_lookups": removed}
         )
     return tables
 
 
 def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, dict[str, Any]]:
-    """Return the traffic of the tables whose lookups are counted, if rows are on one rank or
-    removed as a whole, with the fields of :class:`~dist_sparse.report.run.RowTraffic`. Collective:
-    one small all-reduce per table."""
+    """Return the fields of :class:`~dist_sparse.report.run.RowTraffic` by table, for tables that
+    count lookups and whose rows are on one rank or removed as a whole. Collective: one small
+    all-reduce per table."""
     packed = sparsifier.masks.tables
-    found = dict[str, dict[str, Any]]()
-    # The same on every rank, so all or none communicate.
+    traffic = dict[str, dict[str, Any]]()
+    # The same on every rank, so that all ranks or none communicate.
     if not sparsifier.counts_lookups:
-        return found
+        return traffic
     for name, data in packed.current_for("RunLog.close()").items():
         if knows_removed_rows(data, packed.table(name).block):
-            # Of kept and of removed rows, how many by octave; the last column is their lookups.
+            # Rows: kept, removed. Columns: rows by octave, then their lookups.
             sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)
             for dead, lookups in counted_rows(packed, data):
                 _add_rows(sums, dead, lookups)
             kept, removed = group_over(data.ranks).all_reduce(sums).tolist()
-            found[name] = {"kept": kept[:-1], "removed": removed[:-1]}
-            found[name] |= {"kept_lookups": kept[-1], "removed_lookups": removed[-1]}
-    return found
+            traffic[name] = {"kept": kept[:-1], "removed": removed[:-1]}
+            traffic[name] |= {"kept_lookups": kept[-1], "removed_lookups": removed[-1]}
+    return traffic
 
 
 def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
-    """Add the rows of a shard to ``sums``."""
-    # The exponent of 1 is 1, of 2 and 3 it is 2: rows without a lookup are octave 0. A count that
-    # has decayed below 1 is in the first octave.
+    """Add the rows of a shard to ``sums``, int64 ``(2, _OCTAVES + 1)``.
+
+    Args:
+        dead: bool ``(rows,)``: rows without a kept weight.
+        lookups: ``(rows,)``; decayed counts are not whole numbers.
+    """
+    # frexp: 1 has the exponent 1, 2 and 3 have 2, 4 to 7 have 3. Counts that have decayed below 1
+    # belong to octave 1, and octave 0 is for rows without a lookup.
     octaves = torch.frexp(lookups).exponent.long().clamp(min=1).where(lookups > 0, 0)
     for kind, rows in enumerate((~dead, dead)):
         sums[kind, :_OCTAVES] += torch.bincount(octaves[rows], minlength=_OCTAVES)
         sums[kind, _OCTAVES] += lookups[rows].sum().round().long()
 
 
-_UNKNOWN = object()
+_MISSING = object()
 
 
 def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
-    """Refuse arguments of another type, and what another log records."""
+    """Refuse arguments of a wrong type, and a sparsifier or tables that another log records."""
     refuse(
         {
             f"Invalid sparsifier of type {type(sparsifier).__name__}: must be a"
@@ -395,14 +407,14 @@ def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
             ),
         }
     )
-    # Not by class: it needs torchrec.
-    updates = getattr(slots, "updates", _UNKNOWN)
+    # Not isinstance(): FollowingTables needs torchrec.
+    updates = getattr(slots, "updates", _MISSING)
     refuse(
         {
             "Another RunLog, or a recorder, records this sparsifier: close that log, or call"
             " stop_recording(), first.": sparsifier and sparsifier.masks.recorder is not None,
             f"Invalid slots of type {type(slots).__name__}: must be a FollowingTables.": (
-                updates is _UNKNOWN
+                updates is _MISSING
             ),
             "Another RunLog logs these following tables: close that log first.": (
                 updates is not None
@@ -487,14 +499,13 @@ class WandbSink:
 
 
 # ------------------------------------------------------------------------------
-# AUC and normalized entropy of a model's predictions over all ranks, every so many steps.
-#
-# Computed by torchrec.metrics. In between nothing is sent, and nothing is read from a device.
+# AUC and normalized entropy of a model's predictions over all ranks, by torchrec.metrics. Between
+# two results nothing is sent, and nothing is read from a device.
 
 
 class Quality:
-    """AUC and NE of the predictions since the last result. Collective every ``every`` steps: every
-    rank must call :meth:`update` equally often.
+    """AUC and NE of the predictions since the last result. Collective every ``every`` steps: all
+    ranks must call :meth:`update` equally often.
 
     AUC is the area under the ROC curve. NE is the mean log loss over that of predicting the mean
     label (He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, 2014, equation
@@ -520,12 +531,12 @@ class Quality:
 
     def __init__(self, every: int = 100) -> None:
         self.every = integer("every", every, least=1)
-        # In the constructor: the first result would be late for an ImportError.
+        # Imported here: if torchrec is missing, fail now and not at the first result.
         from dist_sparse.torchrec.kernels import auc_and_ne
 
         self._auc_and_ne = auc_and_ne
         self._steps = 0
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._batches: list[tuple[Tensor, Tensor]] = []
 
     def update(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
         """Take the logits and labels (0 or 1) of one step of this rank, ``(examples,)`` each.
@@ -543,29 +554,30 @@ class Quality:
                 f"Invalid labels of shape {tuple(labels.shape)}: the logits have"
                 f" {tuple(logits.shape)}."
             )
-        # Detached, and left on their device until a result is due.
-        self._kept.append((logits.detach().flatten(), labels.detach().flatten()))
+        # They stay on their device: copying each batch would wait for it.
+        self._batches.append((logits.detach().flatten(), labels.detach().flatten()))
         self._steps += 1
         return self.compute() if self._steps % self.every == 0 else {}
 
     def compute(self) -> dict[str, float]:
-        """Return AUC and NE of what was taken, and start again. Collective: two messages. ``{}`` if
-        no rank had any."""
-        kept, self._kept = self._kept, []
-        mine = torch.empty(2, 0, dtype=torch.float64)
-        if kept:
-            logits, labels = map(torch.cat, zip(*kept, strict=True))
-            mine = torch.stack([logits.double(), labels.double()]).cpu()
+        """Return AUC and NE of the examples since the last result, ``{}`` if no rank has any.
+        Collective: two messages."""
+        batches, self._batches = self._batches, []
+        # Row 0: logits, row 1: labels.
+        examples = torch.empty(2, 0, dtype=torch.float64)
+        if batches:
+            logits, labels = map(torch.cat, zip(*batches, strict=True))
+            examples = torch.stack([logits.double(), labels.double()]).cpu()
         group = world_group()
-        sizes = group.all_gather(torch.tensor([mine.shape[1]])).flatten().tolist()
-        # Known to all ranks, so all return here.
+        sizes = group.all_gather(torch.tensor([examples.shape[1]])).flatten().tolist()
+        # All ranks know all sizes: all return here, or none.
         if not sum(sizes):
             return {}
-        # Ranks hold different numbers of examples, and an all-gather takes equal shapes.
+        # Ranks hold different numbers of examples, and an all-gather needs equal shapes.
         padded = torch.zeros(2, max(sizes), dtype=torch.float64)
-        padded[:, : mine.shape[1]] = mine
+        padded[:, : examples.shape[1]] = examples
         gathered = group.all_gather(padded)
-        own = [gathered[rank, :, :size] for rank, size in enumerate(sizes)]
-        logits, labels = torch.cat(own, dim=1)
+        parts = [gathered[rank, :, :size] for rank, size in enumerate(sizes)]
+        logits, labels = torch.cat(parts, dim=1)
         auc, ne = self._auc_and_ne(torch.sigmoid(logits), labels)
         return {"auc": auc, "ne": ne}

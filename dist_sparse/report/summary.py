@@ -1,10 +1,11 @@
-"""Numbers of a run: as JSON (:func:`numbers`), as a few lines of text, and as the tables of
-``dist-sparse inspect``. Runs beside each other: which one is the baseline, what each kept, lost and
-took, and how their configs differ.
+"""Numbers and sentences about a run and the runs that are compared with it.
 
-For a run without an end, tables are as the last logged mask update left them, and bytes are None.
-Bytes have one denominator everywhere: all tables of the baseline, or of the run itself where the
-baseline's are unknown.
+As JSON (:func:`numbers`), as sentences (:func:`verdict`, :func:`headline`, :func:`status`), and as
+the text of ``dist-sparse report`` and ``dist-sparse inspect``.
+
+- Before the end of a run, tables are as the last logged mask update left them; bytes are None.
+- All shares of bytes have one denominator: the tables of the baseline, or of the run itself if the
+  baseline's are unknown.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from dist_sparse.text import (
     wrapped,
 )
 
-# Loss of AUC up to which `verdict` takes a smaller run for as good.
+# `verdict` ignores a loss of AUC up to this one: seeds alone move the AUC of small runs as much.
 TOLERANCE = 0.002
 
 # Fields of a table in `numbers`.
@@ -44,7 +43,8 @@ TABLE_FIELDS = (
     *("threshold", "churn", "dead_rows"),
 )
 
-_SHOWN = (
+# Attributes of a Run that `numbers` copies.
+_RUN_FIELDS = (
     *("name", "started", "command", "world", "versions", "config"),
     *("finished", "sessions", "last_step", "bytes_dense", "bytes_kept"),
 )
@@ -52,17 +52,18 @@ _SHOWN = (
 
 def delta_text(delta: float) -> str:
     """Return ``+0.0019``, ``-24.63``."""
-    if abs(delta) < 5e-5:  # rounds to 0, and +0.0000 would look like a gain
+    # It rounds to 0: a sign would claim a gain or a loss.
+    if abs(delta) < 5e-5:
         return "±0.0000"
     return f"{delta:+.4f}" if abs(delta) < 1 else f"{delta:+.4g}"
 
 
-def _changes(changed: Mapping[str, Any]) -> str:
+def _config_text(changed: Mapping[str, Any]) -> str:
     texts = [f"{key}={shortened(value, most=40)}" for key, value in changed.items()]
     return printable(", ".join(texts))
 
 
-# Columns of a comparison: name and text of a row's entries.
+# Columns of a comparison by their heads: the key in a row of `compare`, and the value as text.
 COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "run": ("name", str),
     "of dense": ("share", percent),
@@ -71,7 +72,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "table bytes": ("bytes", size),
     "sparsity": ("sparsity", percent),
     "ms a step": ("ms_per_step", "{:.1f}".format),
-    "changed": ("changed", _changes),
+    "changed": ("changed", _config_text),
 }
 
 _TABLE_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
@@ -86,55 +87,55 @@ _TABLE_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-# The baseline differs from nothing: a dash would read as unknown.
-_UNKNOWN = {"delta": ""}
+# A missing value is a dash, except for the delta of the baseline, which has none by definition.
+_MISSING = {"delta": ""}
 
 
 def cells_of(row: Mapping[str, Any], columns: Mapping[str, Any] = COLUMNS) -> list[str]:
-    """Return the cells of a row as text, a dash where something is unknown."""
+    """Return the cells of a row as text."""
     cells = []
-    for name, text in columns.values():
-        cells.append(_UNKNOWN.get(name, "-") if row[name] is None else text(row[name]))
+    for key, text_of in columns.values():
+        cells.append(_MISSING.get(key, "-") if row[key] is None else text_of(row[key]))
     return cells
 
 
 def baseline(run: Run) -> Run:
-    """Return the run that the others are compared with: of those without mask updates the one with
-    the largest tables, else ``run`` itself."""
-    # A narrow or hashed model has no mask updates either, but smaller tables.
+    """Return the run that the others are compared with: the one with the largest tables among the
+    runs without mask updates, or ``run`` itself if there are none."""
+    # Narrow and hashed models have no mask updates either: the dense one has the largest tables.
     dense = [one for one in run.all_runs if not one.due]
     return max(dense, key=lambda one: one.bytes_dense or 0, default=run)
 
 
 def whole_bytes(run: Run) -> int | None:
-    """Return the dense size that all runs are compared with."""
-    # A baseline that was logged without `model=` and without masks has none.
+    """Return the dense bytes, of which all sizes are shares."""
+    # A baseline that was logged without `model=` and without a sparsifier has no bytes.
     return baseline(run).bytes_dense or run.bytes_dense
 
 
 def compare(run: Run) -> list[dict[str, Any]]:
-    """Return a row for ``run`` and each compared run, in their order; None where something is
-    unknown.
+    """Return a row for ``run`` and each compared run, in their order. Unknown values are None.
 
-    ``sparsity``: share of removed blocks. ``bytes``: of the kept weights of all tables, ``share``:
-    of the baseline's dense ones. ``auc``: the last test AUC, else the last AUC; ``delta``: less the
-    baseline's. ``ms_per_step``: as logged, else of rank 0 while the log was open. ``changed``: what
-    its config has otherwise than the baseline's, by dotted keys; None where a key is missing.
+    ``sparsity``: share of removed blocks. ``bytes``: of the kept weights of all tables; ``share``:
+    of the baseline's dense bytes. ``auc``: the last test AUC, else the last AUC; ``delta``: minus
+    the baseline's. ``ms_per_step``: as logged, else of rank 0 while the log was open. ``changed``:
+    entries of its config that differ from the baseline's, by dotted keys; a missing key is None.
     """
     base = baseline(run)
     whole = whole_bytes(run)
     rows = []
     old = flat(base.config)
     for one in run.all_runs:
-        (key, auc), new = quality(one), flat(one.config)
+        series, auc = quality(one)
+        new = flat(one.config)
         row = {
             "name": one.name,
             "sparsity": sparsity_of(one.states),
             "bytes": one.bytes_kept,
             "share": share_of(one.bytes_kept, whole),
             "auc": auc,
-            # AUC during training is of other examples than AUC of the test set.
-            "delta": difference(one, base, key),
+            # Of one series in both runs: training AUC and test AUC are of different examples.
+            "delta": difference(one, base, series),
             "ms_per_step": one.ms_per_step,
             "changed": {key: new.get(key) for key in new | old if old.get(key) != new.get(key)},
         }
@@ -143,23 +144,22 @@ def compare(run: Run) -> list[dict[str, Any]]:
 
 
 def quality(run: Run) -> tuple[str, float | None]:
-    """Return ``test_auc`` and its last value for a run that has it, else ``auc``; None where it is
-    unknown."""
-    # Of examples that training has not seen, where there are any.
-    key = "test_auc" if "test_auc" in run.values else "auc"
-    return key, run.last(key)
+    """Return the series that measures a run, ``test_auc`` if it was logged, else ``auc``, and its
+    last value or None."""
+    series = "test_auc" if "test_auc" in run.values else "auc"
+    return series, run.last(series)
 
 
-def difference(run: Run, base: Run, key: str) -> float | None:
-    """Return the last value of a series less that of the baseline; None for the baseline itself, or
-    where one of the two is unknown."""
-    value: Any = run.last(key)
-    other: Any = base.last(key)
+def difference(run: Run, base: Run, series: str) -> float | None:
+    """Return the last value of a series minus the baseline's; None for the baseline itself, or if
+    one of the two is unknown."""
+    value: Any = run.last(series)
+    other: Any = base.last(series)
     return None if base is run or None in (value, other) else value - other
 
 
 def artifacts_of(run: Run) -> Sequence[ArtifactBytes]:
-    """Return the artifacts of a run. The kept weights stand for those of a run that has none."""
+    """Return the artifacts of a run, or its kept weights as one artifact if it has none."""
     kept: Any = run.bytes_kept
     auc: Any = quality(run)[1]
     if run.artifacts or None in (kept, auc):
@@ -168,18 +168,17 @@ def artifacts_of(run: Run) -> Sequence[ArtifactBytes]:
 
 
 def headline(run: Run) -> str:
-    """Return a sentence about what the run kept, what that cost, and how long it took; "" where
-    nothing is known."""
+    """Return a sentence: the bytes that the run kept, its AUC, and the time that sparsity took; ""
+    before the end of the run, where its bytes are unknown."""
     row = compare(run)[0]
-    # Bytes are logged at the end.
     if row["share"] is None:
         return ""
     whole: Any = whole_bytes(run)
     kept = f"{size(row['bytes'])} of {size(whole)}"
     text = f"{run.name} keeps {percent(row['share'])} of table bytes ({kept})"
     if row["auc"] is not None:
-        # The delta where there is a baseline, else the value itself.
-        value = cells_of(row)[3] or cells_of(row)[2]
+        # The baseline has no delta.
+        value = f"{row['auc']:.4f}" if row["delta"] is None else delta_text(row["delta"])
         text += f" at {value} {quality(run)[0].replace('_', ' ').replace('auc', 'AUC')}"
     if run.sparsity_share is not None:
         text += f"; sparsity took {percent(run.sparsity_share)} of a step's time"
@@ -187,58 +186,62 @@ def headline(run: Run) -> str:
 
 
 def verdict(run: Run) -> str:
-    """Return sentences about what to serve: the smallest at the baseline's AUC, over all runs and
-    artifacts, first what needs no second training. And about how far seeds alone move an AUC. ""
-    without a baseline that has an AUC."""
+    """Return sentences: which artifact to serve, and how far seeds alone move the AUC.
+
+    The choice is the smallest artifact of all runs at the baseline's AUC that needs no second
+    training; a smaller one that needs it comes second. "" without a compared run, or if the
+    baseline has no AUC.
+    """
     base = baseline(run)
     wanted = quality(base)[1]
     if not run.compared or wanted is None:
         return ""
     goal = f"within {TOLERANCE} of {base.name}'s AUC ({wanted:.4f})"
-    close, at_once = _served_at(run, base, wanted - TOLERANCE)
-    # The smallest of each.
-    if not close:
-        said = f"Nothing is {goal}."
-    elif not at_once or at_once[0] == close[0]:
-        said = f"Serve {close[0]}, the smallest {goal}."
+    good, at_once = _artifacts_from(run, base, wanted - TOLERANCE)
+    if not good:
+        advice = f"Nothing is {goal}."
+    elif not at_once or at_once[0] == good[0]:
+        advice = f"Serve {good[0]}, the smallest {goal}."
     else:
-        said = f"Serve {at_once[0]}, the smallest {goal} without a second training."
-        said += f" Smaller, with a second training: {close[0]}."
-    return f"{said} {_noise(run)}"
+        advice = f"Serve {at_once[0]}, the smallest {goal} without a second training."
+        advice += f" Smaller, with a second training: {good[0]}."
+    return f"{advice} {_seed_noise(run)}"
 
 
-def _served_at(run: Run, base: Run, least: float) -> tuple[list[str], list[str]]:
-    """Return all artifacts with at least that AUC, the smallest first, and the ones among them that
-    need no second training."""
-    found = []
+def _artifacts_from(run: Run, base: Run, least: float) -> tuple[list[str], list[str]]:
+    """Return the artifacts of all runs with an AUC of at least ``least``, as text, the smallest
+    first; and those among them that need no second training."""
+    good = []
     for one in run.all_runs:
-        # Made of the baseline's own weights: its artifacts, and of runs that trained nothing.
+        # A run of one step has trained nothing: its weights are the baseline's, with rows removed.
         at_once = bool(one.artifacts) and (one is base or not one.trained)
-        for each in artifacts_of(one):
-            found.append((each.bytes, each.auc, f"{one.name}, {each.name}", at_once))
-    texts, made = list[str](), list[str]()
-    for taken, auc, name, at_once in sorted(found):
-        if auc >= least:
-            share = percent(share_of(taken, whole_bytes(run)))
-            texts.append(f"{name} ({size(taken)}, {share} of dense, AUC {auc:.4f})")
-            if at_once:
-                made.append(texts[-1])
-    return texts, made
+        for artifact in artifacts_of(one):
+            if artifact.auc >= least:
+                share = percent(share_of(artifact.bytes, whole_bytes(run)))
+                text = f"{one.name}, {artifact.name} ({size(artifact.bytes)}, {share} of dense,"
+                good.append((artifact.bytes, artifact.auc, text, at_once))
+    texts, texts_at_once = list[str](), list[str]()
+    for _, auc, text, at_once in sorted(good):
+        texts.append(f"{text} AUC {auc:.4f})")
+        if at_once:
+            texts_at_once.append(texts[-1])
+    return texts, texts_at_once
 
 
-def _noise(run: Run) -> str:
-    """Return a sentence about the AUCs of runs that differ in their seed alone."""
-    # Of two runs with one seed, such as a model before and after, the last counts.
-    seeds: dict[str, dict[str, float]] = defaultdict(dict)
+def _seed_noise(run: Run) -> str:
+    """Return a sentence about the spread of AUC over runs that differ in their seed alone."""
+    # By method and config. Two runs may share a config, such as a model before and after its rows
+    # were removed: one of them counts, the last.
+    aucs: dict[str, dict[str, float]] = defaultdict(dict)
     for one in run.all_runs:
         auc = quality(one)[1]
         if auc is not None:
-            seeds[one.method][str(one.config)] = auc
+            aucs[one.method][str(one.config)] = auc
     spreads = []
-    for by_seed in seeds.values():
-        aucs = sorted(by_seed.values())
-        spreads.append((aucs[-1] - aucs[0], len(aucs)))
-    # The method that moves most: a smaller difference may be chance for any of them.
+    for by_config in aucs.values():
+        values = by_config.values()
+        spreads.append((max(values) - min(values), len(values)))
+    # The widest: a smaller difference may be chance for any method.
     widest, runs = max(spreads)
     if runs < 2:
         return "One seed each: the difference may be chance."
@@ -246,8 +249,8 @@ def _noise(run: Run) -> str:
 
 
 def fates_text(run: Run) -> str:
-    """Return a sentence about the lookups of following tables before their last update; empty
-    without one."""
+    """Return a sentence about the lookups of following tables before their last update; "" without
+    an update."""
     if not run.slots:
         return ""
     _, update = run.slots[-1]
@@ -293,12 +296,13 @@ def numbers(run: Run) -> dict[str, Any]:
         >>> numbers(read_run(folder))["last"]
         {'loss': 0.5, 'auc': 0.75}
     """
-    # Public: keys are only added.
-    tables = _tables(run)
-    records = [*map(itemgetter(1), run.due)]
-    blocks, removed = _sum(tables, "blocks"), _sum(tables, "removed_blocks")
+    # Users' programs read these keys: keys are added, never renamed or removed.
+    tables = _table_rows(run)
+    updates = [update for _, update in run.due]
+    blocks = _sum_known(tables, "blocks")
+    removed = _sum_known(tables, "removed_blocks")
     return {
-        **dict(zip(_SHOWN, attrgetter(*_SHOWN)(run), strict=True)),
+        **{name: getattr(run, name) for name in _RUN_FIELDS},
         "folder": str(run.folder),
         "headline": headline(run),
         "verdict": verdict(run),
@@ -306,19 +310,19 @@ def numbers(run: Run) -> dict[str, Any]:
         "target": target_of(run.states),
         "blocks": blocks,
         "removed_blocks": removed,
-        "bytes_masks": _sum(tables, "bytes_masks"),
-        "dead_rows": _sum(tables, "dead_rows"),
-        "last": _last(run),
+        "bytes_masks": _sum_known(tables, "bytes_masks"),
+        "dead_rows": _sum_known(tables, "dead_rows"),
+        "last": _last_values(run),
         "seconds": {**dataclasses.asdict(run.spent), "share": run.sparsity_share},
-        "due_steps": len(records),
-        "collectives": total(records, "collectives"),
-        "bytes_sent": total(records, "bytes"),
+        "due_steps": len(updates),
+        "collectives": total(updates, "collectives"),
+        "bytes_sent": total(updates, "bytes"),
         "tables": tables,
         "other_tables": run.other_tables,
         "artifacts": [*map(dataclasses.asdict, run.artifacts)],
         "baseline": baseline(run).name if run.compared else None,
         "runs": compare(run),
-        "compared": {name: {"last": _last(other)} for name, other in run.compared.items()},
+        "compared": {name: {"last": _last_values(one)} for name, one in run.compared.items()},
     }
 
 
@@ -326,7 +330,7 @@ def table_json(stats: TableStats) -> dict[str, Any]:
     """Return the fields of a table's statistics and its ``sparsity`` as JSON-able values."""
     dtype = str(stats.dtype).removeprefix("torch.")
     known = dataclasses.asdict(stats) | {"dtype": dtype, "sparsity": stats.sparsity}
-    # There and back: tuples become lists.
+    # Tuples become lists, as in a log that was read back.
     return dict(json.loads(json.dumps(known)))
 
 
@@ -344,84 +348,94 @@ def status(run: Run) -> str:
 
 def summary(run: Run, report: Path) -> str:
     """Return the sentences on top of a report, the compared runs and the report's address."""
-    lines = _wrapped([verdict(run), headline(run), status(run)])
+    lines = wrapped_lines([verdict(run), headline(run), status(run)])
     if run.compared:
         rows, changes = [], []
-        for *shown, changed in map(cells_of, compare(run)):
-            rows.append(shown)
+        for row in compare(run):
+            # The changes of a config can be longer than a line: they follow below the table.
+            *cells, changed = cells_of(row)
+            rows.append(cells)
             if changed:
-                changes.append(f"{shown[0]}, changed: {changed}")
+                changes.append(f"{cells[0]}, changed: {changed}")
         head = [*COLUMNS][:-1]
         lines += table_lines(head, rows, right=range(1, len(head)))
-        # Below the table: a config can be longer than a line.
-        lines += _wrapped(changes)
-    return "\n".join([*lines, *_wrapped([f"report: {report.as_uri()}"])])
+        lines += wrapped_lines(changes, "  ")
+    return "\n".join([*lines, *wrapped_lines([f"report: {report.as_uri()}"], "  ")])
 
 
-def _wrapped(texts: Sequence[str], indent: str = "  ") -> list[str]:
-    return [*chain.from_iterable(wrapped(printable(text), indent) for text in texts)]
+def wrapped_lines(texts: Sequence[str], indent: str = "") -> list[str]:
+    """Return texts in lines that fit the terminal, each text from a line of its own, its further
+    lines indented. Control characters are escaped: names come from logs."""
+    lines = []
+    for text in texts:
+        lines += wrapped(printable(text), indent)
+    return lines
 
 
 def inspect_text(run: Run) -> str:
     """Return tables, totals and config of a run as text that fits the terminal."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     where = f"on {number_of(run.world, 'rank')}; {versions}"
-    lines = [*_wrapped([f"{run.folder}: started {run.started}", where, status(run)]), ""]
-    lines += _table_text(run)
-    values = ", ".join(f"{name} {value:.4g}" for name, value in _last(run).items())
+    start = f"{run.folder}: started {run.started}"
+    lines = [*wrapped_lines([start, where, status(run)], "  "), "", *_table_text(run)]
+    values = ", ".join(f"{name} {value:.4g}" for name, value in _last_values(run).items())
     facts = {"last": values}
-    # A run that only follows its traffic has no masks.
+    # A run that has only following tables has no masks.
     if run.states or not run.slots:
         looked_up = removed = 0
-        for of_table, of_removed in run.lookups.values():
-            looked_up += of_table
-            removed += of_removed
+        for table_lookups, removed_lookups in run.lookups.values():
+            looked_up += table_lookups
+            removed += removed_lookups
         share = percent(removed / looked_up) if looked_up else "not known"
         facts |= {"mask updates": str(len(run.due)), "lookups of removed rows": share}
     facts["following tables"] = fates_text(run)
-    lines += _wrapped([f"{name}: {text}" for name, text in facts.items() if text])
+    lines += wrapped_lines([f"{name}: {text}" for name, text in facts.items() if text], "  ")
     if run.config:
         config = [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]
-        lines += ["config:", *_wrapped(config, indent="    ")]
+        lines += ["config:", *wrapped_lines(config, "    ")]
     return "\n".join(lines)
 
 
 def _table_text(run: Run) -> list[str]:
-    """Return the lines of all tables, of those without a sparsifier together, and their sum."""
+    """Return a line for each sparsified table, one for all dense tables, and the sums."""
     known = numbers(run)
     rows = [cells_of(table, _TABLE_COLUMNS) for table in known["tables"]]
-    # Tables without a sparsifier have nothing to show but their bytes: one line for all.
+    # Of tables without a sparsifier only the bytes are known.
     if run.other_tables:
         taken = mib(sum(run.other_tables.values()))
         name = f"{number_of(len(run.other_tables), 'other')}, dense"
         rows.append([name, "", "", "", "", "", taken, taken])
-    everything = known | {"name": "all", "shape": None, "sparse_block_shape": None}
-    sums = cells_of(everything, _TABLE_COLUMNS)
+    sums = cells_of(
+        known | {"name": "all", "shape": None, "sparse_block_shape": None}, _TABLE_COLUMNS
+    )
     lines = table_lines([*_TABLE_COLUMNS], rows, right=range(3, len(sums)), totals=[sums])
     return [*lines, ""] if known["tables"] else []
 
 
-def _tables(run: Run) -> list[dict[str, Any]]:
-    """Return a row per table: its last change, and what the end of the run knows of it."""
-    changes, rows = run.last_changes, []
-    for one in run.states:
-        row = {name: getattr(changes.get(one.name), name, None) for name in TABLE_FIELDS}
-        if isinstance(one, TableStats):
-            known = table_json(one)
-            known["bytes_dense"], known["bytes_kept"] = one.table_bytes, one.kept_bytes
-            known["bytes_masks"], known["dead_rows"] = one.mask_bytes, run.dead_rows[one.name]
-            # Newer than the last mask update.
+def _table_rows(run: Run) -> list[dict[str, Any]]:
+    """Return a row per table: its last mask update, overridden by its statistics at the end."""
+    # Read once: the property walks over all mask updates.
+    changes = run.last_changes
+    rows = []
+    for table in run.states:
+        change = changes.get(table.name)
+        row = {name: getattr(change, name, None) for name in TABLE_FIELDS}
+        if isinstance(table, TableStats):
+            known = table_json(table)
+            known["bytes_dense"] = table.table_bytes
+            known["bytes_kept"] = table.kept_bytes
+            known["bytes_masks"] = table.mask_bytes
+            known["dead_rows"] = run.dead_rows[table.name]
             row |= {name: known[name] for name in row.keys() & known}
         rows.append(row)
     return rows
 
 
-def _sum(tables: Sequence[Mapping[str, Any]], name: str) -> int | None:
-    """Return the sum over tables; None where one is unknown."""
-    # A sum without one of the tables would pass for the whole.
+def _sum_known(tables: Sequence[Mapping[str, Any]], name: str) -> int | None:
+    """Return the sum over all tables; None if the value of one is unknown."""
     counts = [table[name] for table in tables]
     return None if None in counts else sum(counts)
 
 
-def _last(run: Run) -> dict[str, float]:
+def _last_values(run: Run) -> dict[str, float]:
     return {name: value for name in run.values if (value := run.last(name)) is not None}

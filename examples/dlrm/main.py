@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 # So that this file can be started as a script, from anywhere.
@@ -29,8 +28,8 @@ import torch.distributed as dist
 
 from dist_sparse import Checkpoints
 from dist_sparse.report import read_run, write_report
-from dist_sparse.report.summary import verdict
-from dist_sparse.text import block_shape_text, number_of, wrapped
+from dist_sparse.report.summary import verdict, wrapped_lines
+from dist_sparse.text import block_shape_text, number_of
 from dlrm import interactions, movielens
 from dlrm.batches import Dataset
 from dlrm.hashing import folded
@@ -135,8 +134,8 @@ def main(options: argparse.Namespace) -> None:
             "Checked: logits from the fp32 artifacts differ from those of the trained models by at"
             f" most {exact:.0e}."
         )
-        said = [verdict(read_run(run_dir)), checked]
-        say("\n".join([served_table(served), "", *chain(*map(wrapped, said))]))
+        conclusion = wrapped_lines([verdict(read_run(run_dir)), checked])
+        say("\n".join([served_table(served), "", *conclusion]))
         say(f"\nThe artifacts of the sparsified model: {sparse.artifacts.folder}")
         say(f"The report, to open in a browser: {page.as_uri()}")
 

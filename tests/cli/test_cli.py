@@ -16,6 +16,7 @@ from dist_sparse.checkpoint.storage import MARKER
 from dist_sparse.cli import doctor
 from dist_sparse.cli.doctor import Diagnosis
 from dist_sparse.cli.main import main, parser
+from dist_sparse.planning.frontier import METHODS
 from dist_sparse.report.folder import RUN
 from tests.report.test_run_log import train
 
@@ -31,6 +32,17 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
         f"\n    {name}" in out for name in ("launch", "inspect", "plan", "serve-check", "doctor")
     )
     assert "examples:" in out and "exit status: 0" in out
+    purpose = "Finds embedding rows that training never read, removes them, exports the rest."
+    assert out.split("\n")[2] == purpose
+
+
+def test_methods_are_those_of_frontier() -> None:
+    """The command line lists them without importing torch."""
+    [subparsers] = [action for action in parser()._actions if action.dest == "command"]
+    assert subparsers.choices is not None
+    frontier = dict(subparsers.choices)["frontier"]
+    [method] = [action for action in frontier._actions if action.dest == "method"]
+    assert method.choices == tuple(METHODS)
 
 
 def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +58,13 @@ def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
             ["inspec", "runs/latest"],
             "dist-sparse: error: argument COMMAND: invalid choice: 'inspec'",
         ),
+        (["reprot"], "; did you mean report?"),
+        (
+            ["frontier", "no.py:f", "--tolerance", "x"],
+            "argument --tolerance: Invalid 'x': must be a number such as 0.002, at least 0.",
+        ),
+        (["frontier", "no.py:f", "--tolerance=-1"], "argument --tolerance: Invalid '-1'"),
+        (["frontier", "no.py:f", "--method", "rotatd"], "; did you mean rotated?"),
         (
             ["plan", "--buget", "3"],
             "plan: error: unrecognized arguments: --buget; did you mean --b",
@@ -225,6 +244,10 @@ def test_plan_of_a_module(
             "of the tables ['a\\x1b[2J']",
         ),
         (["inspect", "{model}"], "holds no run: there is no run.json"),
+        (["inspect", "nothere"], "inspect: nothere does not exist."),
+        (["inspect", "step-00000001"], "step-00000001 does not exist."),
+        (["report", "nothere"], "report: nothere does not exist."),
+        (["merge", "served", "delta", "--out", "{model}"], "merge: Invalid --out='"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

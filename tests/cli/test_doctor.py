@@ -13,7 +13,7 @@ import packaging
 import pytest
 
 from dist_sparse.cli import doctor
-from dist_sparse.cli.doctor import TORCH, Diagnosis, Finding, probed
+from dist_sparse.cli.doctor import TORCH, Diagnosis, Finding, probe
 from dist_sparse.torchrec import installed
 
 GOOD = {
@@ -27,7 +27,7 @@ READY = "Everything needed to train is here, on "
 
 def no_probes_but(monkeypatch: pytest.MonkeyPatch, **torch: object) -> None:
     printed = json.dumps(TORCH_HERE | torch)
-    monkeypatch.setattr(doctor, "probed", lambda code: (None, printed))
+    monkeypatch.setattr(doctor, "probe", lambda code: (None, printed))
 
 
 @pytest.fixture
@@ -147,18 +147,16 @@ def test_a_driver_whose_gpu_torch_does_not_see(
 
 
 def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probed("print(2)") == (None, "2\n")
-    assert probed("import dist_sparse.torchrec")[0] is None, (
-        "finds the package without a PYTHONPATH"
-    )
+    assert probe("print(2)") == (None, "2\n")
+    assert probe("import dist_sparse.torchrec")[0] is None, "finds the package without a PYTHONPATH"
     for code, fault in {
         "import os; os.abort()": "the interpreter was killed by SIGABRT",
         "raise ImportError('undefined symbol')": "ImportError: undefined symbol",
         "raise SystemExit(3)": "ended with status 3",
     }.items():
-        assert probed(code) == (fault, "")
+        assert probe(code) == (fault, "")
     monkeypatch.setattr(doctor, "_SECONDS", 1.0)
-    assert probed("import time; time.sleep(60)") == ("did not end within 1 s", "")
+    assert probe("import time; time.sleep(60)") == ("did not end within 1 s", "")
 
 
 @pytest.mark.parametrize("name", ["json", "torch"])
@@ -171,7 +169,7 @@ def test_the_current_folder_is_not_imported_from(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}")
-    fault, printed = probed(TORCH)
+    fault, printed = probe(TORCH)
     assert fault is None and json.loads(printed).keys() == {"gpus", "cuda"}
     assert not (tmp_path / "ran").exists()
 

@@ -99,7 +99,7 @@ def test_a_command(
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "probed", lambda code: ("failed: " + 20 * "word ", ""))
+    monkeypatch.setattr(doctor, "probe", lambda code: ("failed: " + 20 * "word ", ""))
     here = {"torch": "2.12.0", "torchrec": "1.6.0", "fbgemm-gpu-cpu": "1.7.0"}
     monkeypatch.setattr(doctor, "installed", lambda: here)
     found = doctor.examine(lambda what: None)

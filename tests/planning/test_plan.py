@@ -250,8 +250,15 @@ def test_what_is_printed_fits_tables_of_a_few_rows(tmp_path: Path) -> None:
     model = nn.ModuleDict({"user": nn.EmbeddingBag(64, 16), "country": nn.EmbeddingBag(10, 16)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     answer = plan(model, "13%", rotate=[["user", "country"]])
+    assert "min_rows=0" in str(answer)
     made = paste(answer, 2, model, optimizer, tmp_path)["model"]
     assert made["country"].weight.shape == (10, 8)
+
+
+def test_min_rows_is_printed_only_where_a_small_table_is_pruned() -> None:
+    shapes = {"user": (1000, 16), "item": (1000, 16), "country": (10, 16)}
+    narrow = str(plan(shapes, "13%", rotate=[["user", "item"]]))
+    assert "rotate=[['user', 'item']]" in narrow and "min_rows" not in narrow
 
 
 def test_memory_of_a_mask_update() -> None:

@@ -258,6 +258,17 @@ def test_the_verdict_names_the_smallest_that_is_as_good(tmp_path: Path) -> None:
     assert verdict(run.compared["dense"]) == "", "alone, it is compared with nothing"
 
 
+def test_each_card_names_its_run(tmp_path: Path) -> None:
+    """The verdict may advise another one."""
+    log(tmp_path / "run", level=0.9, auc=0.7, name="pruned")
+    log(tmp_path / "run" / "dense", auc=0.75)
+    run = read_run(tmp_path / "run")
+    cards = re.findall(r'<div class="head"><dt>([^<]*)(?: <b>([^<]*)</b>)?</dt>', page(run, []))
+    assert len(cards) > 3 and {name for _, name in cards} == {"pruned"}
+    alone = page(run.compared["dense"], [])
+    assert '<div class="head"><dt>Bytes kept</dt>' in alone
+
+
 def test_what_needs_no_second_training_comes_first(tmp_path: Path) -> None:
     """A run of one step has trained nothing: its weights are the baseline's."""
     log(tmp_path / "run", level=0.9, auc=0.7493, name="pruned")

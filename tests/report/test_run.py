@@ -140,9 +140,7 @@ def test_what_is_not_finite_is_none(folder: Path) -> None:
 
 
 def test_folders_without_a_run(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"none holds no run: there is no run\.json, which RunLog writes\.$"
-    ):
+    with pytest.raises(ValueError, match=r"none does not exist\.$"):
         read_run(tmp_path / "none")
     with pytest.raises(
         ValueError, match=r"holds no run: there is no run\.json, which RunLog writes\.$"
