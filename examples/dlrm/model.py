@@ -1,9 +1,8 @@
-"""The model: TorchRec's DLRM under DistributedModelParallel, with a hand-made plan.
+"""The model: TorchRec's DLRM under DistributedModelParallel, with a handwritten sharding plan.
 
-TorchRec's DLRM under DistributedModelParallel: tables sharded by a plan made by hand, because
-TorchRec's planner does not offer row-wise sharding on CPU. Sharded tables have a fused
-RowWiseAdagrad that updates them inside ``backward``; data-parallel tables are dense parameters to
-TorchRec and get the same optimizer of their own.
+The plan is handwritten because TorchRec's planner does not offer row-wise sharding on CPU. Sharded
+tables have a fused RowWiseAdagrad that updates them inside ``backward``. Data-parallel tables are
+dense parameters to TorchRec, and get a separate optimizer of the same kind.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from dlrm.batches import Dataset
 __all__ = ["DIM", "NARROWEST", "SHARDINGS", "ShardedModel", "build", "sharding_of"]
 
 DIM = 32
-"""Of every table, unless a run has another: DLRM's interaction multiplies the features' vectors
-with each other."""
+"""Default columns of all tables; they are equal because DLRM's interaction multiplies the features'
+vectors with each other."""
 
 NARROWEST = 4
-"""Columns; FBGEMM wants multiples of them."""
+"""The smallest number of columns; FBGEMM requires multiples of it."""
 
 SHARDINGS = ("mixed", "row_wise", "column_wise", "table_wise", "data_parallel")
 
 _TABLE_LR = 0.05
 _DENSE_LR = 1e-3
 _SMALL_ROWS = 256
-"""In the mixed plan a table below this is replicated: to shard it costs more messages than it saves
-memory."""
+"""In the mixed plan, tables with fewer rows are replicated: sharding them would cost messages and
+save little memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Artifacts of trained models, served by a process that knows nothing of the training.
+"""Artifacts of trained models, served by a process without the training code.
 
 A run's folder ``served`` holds an artifact of the tables in each dtype, the layers above them as a
 ``torch.export`` program, and the test part as tensors; ``serve.py`` reads all three.
@@ -34,7 +34,7 @@ _SERVE = Path(__file__).with_name("serve.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Artifacts:
-    """The folder with one run's artifacts, and what its trained model predicted of the test
+    """The folder with one run's artifacts, and the trained model's predictions of the test
     part."""
 
     run: str

@@ -1,8 +1,8 @@
 """One run: build the model from the seed, train it with TorchRec's pipeline, evaluate it on the
 test part.
 
-:class:`Sparsification`, and its ``step`` after ``pipeline.progress``, is what a user adds to a
-script of their own.
+To sparsify a script of your own, add :class:`Sparsification`, and its ``step`` after
+``pipeline.progress``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 _MIN_ROWS = 256
-"""Without levels by table, those with fewer rows stay dense: they save next to nothing."""
+"""Tables with fewer rows stay dense, unless levels are given by table: they save almost nothing."""
 
 _WARM_UP_STEPS = 10
 _BEGIN, _END = 0.1, 0.6
@@ -346,8 +346,8 @@ def _without_untouched(
     folder: Path,
     start: int | None,
 ) -> Artifacts:
-    """Remove the rows that training has never looked up, by the sums that Adagrad has kept: nothing
-    is trained again. Evaluate the rest, log it in ``folder`` and export it."""
+    """Remove the rows that training has never looked up, according to Adagrad's sums, without
+    further training. Evaluate the model, log the run in ``folder`` and export it."""
     name = "untouched rows"
     include = large_tables(sharded)
     config = config | {"sparsity": {"level": "untouched"}}

@@ -1,4 +1,4 @@
-"""Rank 0's side of the server: a process, and a thread that asks it all the while."""
+"""Rank 0's side of the server: its process, and a thread that sends requests continuously."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _HEAD = (
     *("day", "AUC trained", "AUC served", "delta", "full"),
     *("came", "went", "removed", "guard"),
 )
-_HELD_OUT = 20  # one rating in so many is for the guard's validation, never trained on
+_HELD_OUT = 20  # one in 20 ratings is held out for the guard's validation
 _TOLERANCE = 0.002
 
 

@@ -23,7 +23,7 @@ __all__ = ["CROSS", "DIM", "FOLLOWING", "Machine", "build"]
 
 DIM = 16
 FOLLOWING = {"user_id": 200, "movie_id": 800}
-"""Rows of the tables that follow their traffic, for 943 users and 1,682 movies."""
+"""Rows of the following tables, for 943 users and 1,682 movies."""
 
 CROSS = "user_x_genre"
 """The hashed table that is masked."""
@@ -32,7 +32,7 @@ _LR = 0.05
 
 
 class Machine(nn.Module):
-    """Two tables that follow their traffic, and one that has a row for each of its ids."""
+    """Two following tables, and one table with a row for each id."""
 
     def __init__(self, data: Dataset) -> None:
         super().__init__()

@@ -3,8 +3,8 @@
 python examples/online/server.py PUBLISHED
 
 prints its address, and answers POST requests there: JSON with "ids" and "lengths", as a
-KeyedJaggedTensor of the model's features has them, gives {"day": ..., "logits": [...]}. No
-TorchRec, and nothing of the training code but the formula.
+KeyedJaggedTensor of the model's features has them, gives {"day": ..., "logits": [...]}. It imports
+neither TorchRec nor the training code, except for the formula.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _POLL = 0.05  # seconds between two checks of the folder
 class Model:
     """The served tables of two collections, and their day.
 
-    A lookup sees all of a delta or nothing, but an answer reads two collections, which must be of
-    one day. So a delta waits for answers that have begun.
+    A lookup sees the whole delta or none of it, but an answer reads two collections, which must be
+    of the same day. So a delta waits for answers that have begun.
     """
 
     def __init__(self, base: Path) -> None:

@@ -1,8 +1,8 @@
 """Train a DLRM of torch's own modules under DDP, with two OptimSchedulers.
 
-One updates the tables, which it sparsifies, and one the layers. Each has a
-learning rate, a norm and a schedule of its own. TorchRec trains nothing here;
-only the data comes in its batches, which examples/dlrm reads.
+One updates and sparsifies the tables, the other updates the layers. Each has its
+own learning rate, gradient norm and schedule. TorchRec trains nothing here; only
+the batches of examples/dlrm have its types.
 
 One process:     python examples/optim_scheduler/main.py
 Two processes:   dist-sparse launch --nproc 2 examples/optim_scheduler/main.py
@@ -39,7 +39,7 @@ _TIMEOUT = timedelta(minutes=5)
 def main(options: argparse.Namespace) -> None:
     """Run the whole job. Collective over the processes that torchrun has started, if any."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    # Noise of TorchRec's batches.
+    # TorchRec's batches log through torch.fx.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     world = started_world() or 1
     if world > 1:

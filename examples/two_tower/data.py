@@ -1,5 +1,5 @@
-"""Interactions, and what is drawn from them with a seed: negatives to train with, and pairs to test
-on."""
+"""Interactions, with seeded draws from them: negatives for training, and pairs for validation and
+tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Test:
-    """Interactions to tell from drawn items.
+    """Held-out interactions, and the drawn items that a model should rank below them.
 
     Args:
         user, item: (n,) int64, held-out interactions.

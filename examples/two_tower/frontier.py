@@ -1,10 +1,11 @@
-"""What wide towers are worth at a few sizes of their tables, every method measured on held-out
+"""Measure wide towers at several sizes of their tables, with every method, on held-out
 interactions.
 
-Two processes:   dist-sparse launch --nproc 2 --ranks 0 examples/two_tower/frontier.py -- --data
-gowalla.npz One process:     python examples/two_tower/frontier.py --data gowalla.npz
+Two processes:   dist-sparse launch --nproc 2 --ranks 0 \\
+                   examples/two_tower/frontier.py -- --data gowalla.npz
+One process:     python examples/two_tower/frontier.py --data gowalla.npz
 
-Small dense tables are trained too. A run that is interrupted goes on if --out is the same.
+Small dense tables are trained too. An interrupted run continues with the same --out.
 """
 
 from __future__ import annotations

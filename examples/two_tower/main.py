@@ -1,6 +1,6 @@
 """Train a two-tower model wide, narrowed halfway, and narrow from the start.
 
-Each is served in 32, 8 and 4 bits; --codes adds a narrowed one served as codes.
+Each is served in 32, 8 and 4 bits; --codes adds a narrowed model served as codes.
 
 Two processes:   dist-sparse launch --nproc 2 --ranks 0 \\
                    examples/two_tower/main.py -- --data gowalla.npz

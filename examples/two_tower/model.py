@@ -1,4 +1,4 @@
-"""The model: a table of users and one of items under TorchRec's DistributedModelParallel, scored by
+"""The model: a user table and an item table under TorchRec's DistributedModelParallel, scored by
 dot products."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ITEMS = tuple(f"item_{place}" for place in range(1 + NEGATIVES))
 
 
 class Towers(nn.Module):
-    """A table of users and one of items, and a bias for each item."""
+    """A user table, an item table, and a bias for each item."""
 
     def __init__(self, users: int, items: int, dim: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def _init(weight: Tensor) -> Tensor:
 
 
 def keyed(user: Tensor, items: Tensor) -> KeyedJaggedTensor:
-    """Return users ``(b,)`` and items ``(b, 1 + NEGATIVES)`` as TorchRec takes them: one id a
+    """Return users ``(b,)`` and items ``(b, 1 + NEGATIVES)`` in TorchRec's format, with one id per
     feature and example."""
     values = torch.cat([user[None], items.T]).flatten()
     return KeyedJaggedTensor.from_lengths_sync(
