@@ -185,7 +185,7 @@ def _round(data: ShardedData, candidate: Candidate, basis: Tensor | None) -> Non
         # Books of the columns that stay; the removed ones are zeros to their right.
         width = candidate.shape(shape)[1]
         books = learn_books(sample_rows(data, ranks)[:, :width], candidate.codes(shape))
-        change = partial(_through_codes, books, width)
+        change = partial(_coded, books, width)
     elif dtype == BY_COLUMN:
         change = partial(_rounded, "int4", _column_scales(data, ranks))
     else:

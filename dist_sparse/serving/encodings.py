@@ -58,7 +58,7 @@ _CHUNK = 1 << 18
 
 
 def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> dict[str, Tensor]:
-    """Encode rows ``(n, columns)`` of any floating dtype. A 0 decodes to exactly 0, any other weight
+    """Encode rows ``(n, columns)`` of any floating dtype. A 0 decodes to exactly 0, another weight
     to the nearest value. Codes of books are stored as they are.
 
     Args:
