@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import group_over, traffic
-from dist_sparse.masking.block_masks import MadeMasks
+from dist_sparse.masking.block_masks import NewTableMasks
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.records import MaskChange, StepRecord, TableStats
@@ -146,7 +146,7 @@ class Recorder:
         self,
         packed: PackedStore,
         located: Located,
-        made: Mapping[str, MadeMasks],
+        made: Mapping[str, NewTableMasks],
         configs: Configs,
     ) -> None:
         """Count what changes, before the new masks take the place of the old. Collective: one
@@ -168,7 +168,7 @@ class Recorder:
             self._changes += (change,)
 
 
-def _counts(table: TableMasks, data: ShardedData, made: MadeMasks) -> list[int]:
+def _counts(table: TableMasks, data: ShardedData, made: NewTableMasks) -> list[int]:
     """Return removed, flipped and regrown blocks, dead rows, lookups and removed lookups of this
     rank's shards."""
     removed = flipped = regrown = dead = 0
@@ -188,7 +188,7 @@ def _counts(table: TableMasks, data: ShardedData, made: MadeMasks) -> list[int]:
 
 def _change(
     data: ShardedData,
-    made: MadeMasks,
+    made: NewTableMasks,
     config: Mapping[str, Any],
     sums: list[int],
     same_blocks: bool,
@@ -290,7 +290,7 @@ class LastUpdate:
         self.before: Mapping[str, TableMasks] = {}
         self._removed: dict[str, list[_Removed]] = {}
 
-    def keep(self, masks: Masks, located: Located, made: Mapping[str, MadeMasks]) -> None:
+    def keep(self, masks: Masks, located: Located, made: Mapping[str, NewTableMasks]) -> None:
         """Take the place of the update that was kept so far. Called before anything is zeroed."""
         states = masks.hooks.states()
         self._removed = {}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dist_sparse.checks import to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in
-from dist_sparse.masking.block_masks import MadeMasks
+from dist_sparse.masking.block_masks import NewTableMasks
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.sparsifiers import pieces
 from dist_sparse.tables.shards import (
@@ -394,7 +394,7 @@ class PackedStore:
         """Return :attr:`Held.samples` of this rank's shards."""
         return [held.samples for held in self._tables[name].shards]
 
-    def replace(self, data: ShardedData, made: MadeMasks) -> None:
+    def replace(self, data: ShardedData, made: NewTableMasks) -> None:
         """Replace the masks of this rank's shards in a mask update, by masks of the rectangles that
         it holds in ``data``."""
         table = self._tables[data.name]

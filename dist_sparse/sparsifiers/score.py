@@ -23,9 +23,9 @@ from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block, 
 from dist_sparse.groups import Facts, Group, rank_in
 from dist_sparse.masking.block_masks import (
     Goal,
-    MadeMasks,
+    NewTableMasks,
     ScoredTable,
-    cuts_of,
+    find_cuts,
     new_masks,
     score_tables,
 )
@@ -233,7 +233,7 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def select_masks(
         self, scored: Mapping[str, ScoredTable], names: list[str], group: Group
-    ) -> dict[str, MadeMasks]:
+    ) -> dict[str, NewTableMasks]:
         """Return the new masks of ``names``: the collective half of a mask update."""
         tables = [scored[name] for name in names]
         made = new_masks(tables, group, pooled=self.scope == "global")
@@ -278,7 +278,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             )
         goal = self._goal(data, config)
         # Raises for blocks that lose only some elements and are cut by a border.
-        cuts_of(goal)
+        find_cuts(goal)
         return check_cached(data, (1, 1) if goal.by_element else goal.block)
 
     def check_levels(self, levels: Mapping[str, float | str]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Facts, Group
-from dist_sparse.masking.block_masks import MadeMasks
+from dist_sparse.masking.block_masks import NewTableMasks
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.masks import Configs, Masks
@@ -114,10 +114,12 @@ class MaskMaker(abc.ABC):
                 made[name].append(NewMask(new, ~new.bits))
         return made
 
-    def select_masks(self, scored: Any, names: list[str], group: Group) -> Mapping[str, MadeMasks]:
+    def select_masks(
+        self, scored: Any, names: list[str], group: Group
+    ) -> Mapping[str, NewTableMasks]:
         """Return the new masks of ``names``, which are stored over ``group``: the collective half
         of a mask update. Here it sends nothing."""
-        return {name: MadeMasks(scored[name], (1, 1)) for name in names}
+        return {name: NewTableMasks(scored[name], (1, 1)) for name in names}
 
 
 @torch.no_grad()
@@ -152,7 +154,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
 
 def make_masks(
     sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]
-) -> tuple[Located, dict[str, MadeMasks]]:
+) -> tuple[Located, dict[str, NewTableMasks]]:
     """Return the sharded tables as they are stored now, and their new masks, not put in place yet.
     Collective.
 
@@ -180,7 +182,7 @@ def make_masks(
         with packed.agreeing("step()") as noted:
             scored = _score(sparsifier, located, before, noted)
     # 4. Collective: select.
-    made: dict[str, MadeMasks] = {}
+    made: dict[str, NewTableMasks] = {}
     for group, names in packed.over_groups(located):
         made |= sparsifier.select_masks(scored, names, group)
     return located, _of_first_copies(packed, located, made)
@@ -223,7 +225,7 @@ def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) ->
         sparsifier.update_mask(name, dense.weight(name), **sparsifier.data_groups[name])
 
 
-def _apply(packed: PackedStore, located: Located, made: Mapping[str, MadeMasks]) -> None:
+def _apply(packed: PackedStore, located: Located, made: Mapping[str, NewTableMasks]) -> None:
     """Zero newly removed weights, and put the new masks in place. Local."""
     # All tables in one list: many small ones are zeroed together.
     changes = []
@@ -254,8 +256,8 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
 
 
 def _of_first_copies(
-    packed: PackedStore, located: Located, made: Mapping[str, MadeMasks]
-) -> dict[str, MadeMasks]:
+    packed: PackedStore, located: Located, made: Mapping[str, NewTableMasks]
+) -> dict[str, NewTableMasks]:
     """Replace the new masks of copies that are trained apart (2-D parallelism) by the first copy's.
     Collective over the groups of such copies: one all-to-all of packed bits each."""
     moves = {}
