@@ -209,7 +209,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         """
         kept: dict[Rect, KeptScores] = {}
         measures: dict[Rect, RowMeasure] = {}
-        of: dict[Rect, object] = {}
+        versions: dict[Rect, object] = {}
         for shard in goal.data.shards:
             seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
             if seen is None or not worth_keeping(rect, goal.block):
@@ -222,9 +222,9 @@ class ScoreSparsifier(BaseDataSparsifier):
                 # Rows written before ``seen`` began are unknown: nothing that was kept counts.
                 scores = KeptScores(seen)
             self._kept_scores[name, rect] = kept[rect] = scores
-            measures[rect], of[rect] = how
+            measures[rect], versions[rect] = how
         masks = {mask.rect: mask for mask in self.masks.tables.masks(name)}
-        return Keeping(kept, measures, of, masks, self.full_every) if kept else None
+        return Keeping(kept, measures, versions, masks, self.full_every) if kept else None
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
         """Return how rows of a shard are scored that are not neighbours, and what else decides

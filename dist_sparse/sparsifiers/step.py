@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Facts, Group
 from dist_sparse.masking.block_masks import NewTableMasks
-from dist_sparse.masking.masks import BlockMask, Held
+from dist_sparse.masking.masks import BlockMask, Held, ShardChange
 from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.masks import Configs, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
@@ -232,7 +232,7 @@ def _apply(packed: PackedStore, located: Located, made: Mapping[str, NewTableMas
     for name, new in made.items():
         shards = zip(located[name].shards, packed.masks(name), new.masks, strict=True)
         for shard, old, (mask, dirty) in shards:
-            changes.append((mask, shard.tensor, old, dirty))
+            changes.append(ShardChange(mask, shard.tensor, old, dirty))
     BlockMask.apply_all_changed_(changes)
     # Masks last: if a write fails, none of them claims zeros that were not written.
     for name, new in made.items():
