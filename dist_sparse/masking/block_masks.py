@@ -77,7 +77,7 @@ class Goal:
             smaller one at the edge.
         measure: how elements are scored.
         whole_columns: blocks are as high as the table.
-        keeping: the scores that are kept from one mask update to the next.
+        keeping: by shard, the scores that are kept from one mask update to the next.
         only_zeros: prune no block that scores more than 0.
     """
 
@@ -88,7 +88,7 @@ class Goal:
     zeros: int
     measure: scoring.Measure
     whole_columns: bool = False
-    keeping: Keeping | None = None
+    keeping: Mapping[Rect, Keeping] = field(default_factory=dict)
     only_zeros: bool = False
 
     @property
@@ -143,7 +143,7 @@ class ScoredTable:
     def kept_scores(self, rect: Rect) -> KeptScores | None:
         """Return the kept scores of a shard, if any. A table with cut blocks has none."""
         keeping = self.goal.keeping
-        return None if keeping is None or self.cuts else keeping.scores.get(rect)
+        return keeping[rect].kept if rect in keeping and self.cuts is None else None
 
 
 class NewTableMasks(NamedTuple):
@@ -389,9 +389,7 @@ def _score_shard(table: ScoredTable, shard: Shard) -> list[Tensor]:
     goal = table.goal
     kept = table.kept_scores(shard.rect)
     if kept is not None:
-        assert goal.keeping is not None
-        score_all = partial(_score_all, goal, shard)
-        kept.update(shard, goal.data.shape, goal.block, goal.keeping, score_all)
+        kept.update(shard, goal.keeping[shard.rect], partial(_score_all, goal, shard))
         kept.fill(_add_segment(table, shard))
         return []
     if table.cuts is not None:
@@ -461,7 +459,7 @@ def _cut_by_columns(goal: Goal) -> str:
     return (
         f"Table {goal.data.name!r}: zeros_per_block={goal.zeros} is smaller than the block"
         f" {goal.block}, so a column border may not cut blocks, but borders are at columns"
-        f" {borders}; block widths that fit: {fits or [1]}."
+        f" {borders}; block widths that fit: {fits}."
     )
 
 
@@ -587,8 +585,12 @@ def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     return threshold.removes(segment, 0, bits.view(-1)).view_as(bits)
 
 
-def _masks_of_batches(scored: Sequence[ScoredTable]) -> dict[tuple[object, int], NewBits]:
-    """Return the new masks of the shards that batches score, by batch and number in it."""
+# The new masks of the shards that batches score, by batch and number in it.
+BatchMasks = dict[tuple[Batch | None, int], NewBits]
+
+
+def _masks_of_batches(scored: Sequence[ScoredTable]) -> BatchMasks:
+    """Return the new masks of the shards that batches score. Waits once for each batch."""
     limits: dict[Batch, dict[int, tuple[int, int]]] = {}
     for table in scored:
         threshold = table.threshold
@@ -596,17 +598,15 @@ def _masks_of_batches(scored: Sequence[ScoredTable]) -> dict[tuple[object, int],
             if segment.batch is not None:
                 limit = threshold.bits, segment.places_upto(threshold.last)
                 limits.setdefault(segment.batch, {})[segment.number] = limit
-    masks: dict[tuple[object, int], NewBits] = {}
+    masks: BatchMasks = {}
     for batch, of_tables in limits.items():
         for number, bits in batch.masks(of_tables).items():
             masks[batch, number] = bits
     return masks
 
 
-def _new_table_masks(
-    table: ScoredTable, batch_masks: Mapping[tuple[object, int], NewBits]
-) -> NewTableMasks:
-    """Return the new masks of a table's shards; see :func:`_masks_of_batches`."""
+def _new_table_masks(table: ScoredTable, batch_masks: BatchMasks) -> NewTableMasks:
+    """Return the new masks of a table's shards."""
     goal, threshold = table.goal, table.threshold
     masks = [_new_mask(table, shard, batch_masks) for shard in goal.data.shards]
     if goal.by_element:
@@ -615,9 +615,7 @@ def _new_table_masks(
     return NewTableMasks(masks, goal.block, threshold, threshold.removed)
 
 
-def _new_mask(
-    table: ScoredTable, shard: Shard, batch_masks: Mapping[tuple[object, int], NewBits]
-) -> NewMask:
+def _new_mask(table: ScoredTable, shard: Shard, batch_masks: BatchMasks) -> NewMask:
     """Return the new mask of one shard: of its batch, or from its scores and the decision on its
     cut blocks."""
     goal, rect, threshold = table.goal, shard.rect, table.threshold

@@ -91,8 +91,6 @@ class KeptScores:
     def update(
         self,
         shard: Shard,
-        shape: tuple[int, int],
-        block: Block,
         keeping: Keeping,
         score_all: Callable[[], tuple[Tensor, Tensor]],
     ) -> None:
@@ -101,17 +99,16 @@ class KeptScores:
 
         Args:
             shard: live.
-            shape: of the whole table.
-            block: one row high.
-            keeping: of the table.
+            keeping: of the shard.
             score_all: returns the scores of all rows and their histogram. If it raises, nothing is
                 kept.
         """
-        scored_for = shard.tensor.data_ptr(), shard.rect, shape, block, keeping.version[shard.rect]
+        table = keeping.shape, keeping.block
+        scored_for = shard.tensor.data_ptr(), shard.rect, table, keeping.version
         rows: Tensor | None = None
         if scored_for == self._scored_for and self.age + 1 < keeping.full_every:
             rows = self.written.rows()
-        if self._score(shard, shape, block, keeping, rows):
+        if self._score(shard, keeping, rows):
             self.age += 1
         else:
             # Forget first: score_all() may raise.
@@ -186,34 +183,27 @@ class KeptScores:
             mask = mask.changed(places, ~removed)
         return mask
 
-    def _score(
-        self,
-        shard: Shard,
-        shape: tuple[int, int],
-        block: Block,
-        keeping: Keeping,
-        rows: Tensor | None,
-    ) -> bool:
+    def _score(self, shard: Shard, keeping: Keeping, rows: Tensor | None) -> bool:
         """Score these rows, and return True. Return False, with nothing changed, if ``rows`` is
         None (any row may have been written), if there are many, or if a score is negative or not
         finite: scoring all rows then reports it."""
         if rows is None or rows.numel() * _MANY >= shard.rect.rows:
             return False
-        mask, measure = keeping.masks[shard.rect], keeping.measure[shard.rect]
+        mask = keeping.masks[shard.rect]
         zeros = rows[:0]
-        if isinstance(measure, str) and mask.grid.cols == 1 and mask.block == block:
+        by_norm = isinstance(keeping.measure, str)
+        if by_norm and mask.grid.cols == 1 and mask.block == keeping.block:
             # Removed rows were zeroed before scoring, so they score 0 without being read.
             kept = mask.keeps(rows)
             rows, zeros = rows.masked_select(kept), rows.masked_select(~kept)
-        cols = grid_of(shard.rect, block).cols
-        scored = _scores_of_rows(shard, shape, block, measure, rows)
+        cols = grid_of(shard.rect, keeping.block).cols
+        scored = _scores_of_rows(shard, keeping, rows)
         new = torch.cat([torch.zeros(len(zeros), cols), *scored]).view(torch.int32).view(-1)
         # The bits of negative floats are negative integers.
         if bool(((new < 0) | (new >= NOT_FINITE)).any()):
             return False
-        places = torch.cat([zeros, rows])
-        if cols > 1:
-            places = (places.unsqueeze(1) * cols + torch.arange(cols)).view(-1)
+        first = torch.cat([zeros, rows]) * cols
+        places = (first.unsqueeze(1) + torch.arange(cols)).view(-1)
         self.scores.replace(places, new)
         self._changed.append(places)
         if sum(map(len, self._changed)) * _MANY > self.scores.bits.numel():
@@ -223,10 +213,9 @@ class KeptScores:
         return True
 
 
-def _scores_of_rows(
-    shard: Shard, shape: tuple[int, int], block: Block, measure: RowMeasure, rows: Tensor
-) -> Iterator[Tensor]:
+def _scores_of_rows(shard: Shard, keeping: Keeping, rows: Tensor) -> Iterator[Tensor]:
     """Yield the scores of some rows of a shard, float32 ``(n, block columns)``."""
+    shape, block, measure = keeping.shape, keeping.block, keeping.measure
     grid = grid_of(shard.rect, block)
     widths = block_widths(shape, block, torch.arange(grid.col, grid.col + grid.cols))
     for some in torch.split(rows, max(1, ON_CPU.elements // shard.rect.cols)):
@@ -242,20 +231,23 @@ def _scores_of_rows(
 
 @dataclass(frozen=True)
 class Keeping:
-    """The kept scores of the shards of one table, and how rows that were written are scored.
+    """The kept scores of one shard, and how its written rows are scored.
 
     Args:
-        scores: of the shards whose scores are kept.
-        measure: how the elements of each are scored.
-        version: everything else that the scores of each depend on. If it changes, every row is
-            scored.
-        masks: the current mask of each. Removed elements are zero.
+        kept: its scores so far.
+        measure: how elements are scored.
+        version: everything else that the scores depend on. If it changes, every row is scored.
+        shape: of the whole table.
+        block: one row high.
+        masks: the current masks of the table's shards. Removed elements are zero.
         full_every: at least one of so many updates scores every row.
     """
 
-    scores: Mapping[Rect, KeptScores]
-    measure: Mapping[Rect, RowMeasure]
-    version: Mapping[Rect, object]
+    kept: KeptScores
+    measure: RowMeasure
+    version: object
+    shape: tuple[int, int]
+    block: Block
     masks: Mapping[Rect, BlockMask]
     full_every: int
 

@@ -12,6 +12,7 @@ products are rounded before they are added (no fused multiply-add). Sums are in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -207,7 +208,7 @@ def _launch(
     constants |= {"FIELDS": len(jobs[0]), "BLOCKS": at_once, "LANES": lanes}
     tiles = -(-max(job.blocks for job in jobs) // at_once)
     programs = min(tiles, -(-_PROGRAMS // len(jobs)))
-    table = sent([field for job in jobs for field in job], device)
+    table = sent([*chain.from_iterable(jobs)], device)
     # Triton launches on the current device, wherever its arguments are.
     with torch.cuda.device(device):
         # Without fused multiply-adds, which would not round a product before it is added.

@@ -300,9 +300,7 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _fold_long(parts: Tensor, out: Tensor | None) -> Tensor:
-    first = parts[..., :_LONG]
-    # mypy: torch.sum has no overload with out=None.
-    total = torch.sum(first, -1) if out is None else torch.sum(first, -1, out=out)
+    total = torch.sum(parts[..., :_LONG], -1, out=out)
     for start in range(_LONG, parts.shape[-1], _LONG):
         total += parts[..., start : start + _LONG].sum(-1)
     return total

@@ -14,7 +14,7 @@ A :class:`Threshold` is exact, however many scores tie, and makes the masks of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -175,7 +175,7 @@ def select_smallest(
     if not searches:
         return thresholds
     _find_scores(list(searches.values()), group, pooled_bytes)
-    _split_ties([search for search in searches.values() if search.splits_ties], group)
+    _split_ties(searches.values(), group)
     for i, search in searches.items():
         thresholds[i] = search.threshold()
     return thresholds
@@ -195,12 +195,12 @@ def _find_scores(searches: list[_ScoreSearch], group: Group, pooled_bytes: int) 
     _narrow(searches, _ROUNDS, _next_histograms, group, pool)
 
 
-def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
+def _split_ties(searches: Collection[_ScoreSearch], group: Group) -> None:
     """Find the last index removed at the threshold of tables that lose some of the tied blocks, but
-    not all. Collective over ``group`` unless ``split`` is empty."""
-    ties = [_TieSearch(search) for search in split]
+    not all. Collective over ``group`` if there are such tables, which every rank knows."""
+    ties = [_TieSearch(search) for search in searches if search.splits_ties]
     _find_ties(ties)
-    most = max((search.table.blocks for search in split), default=1)
+    most = max((search.scores.table.blocks for search in ties), default=1)
     _narrow(ties, _index_rounds(most), _histograms_of_ties, group, _Pool(0))
     for search in ties:
         search.scores.last_index = search.last

@@ -89,10 +89,12 @@ class TableMasks:
 
     def move_of_whole_blocks(self) -> pieces.Move:
         """Return the move that brings all holders' bits of the blocks that a shard touches."""
-        return self.move(tuple(map(self._whole_blocks, self.tiling)))
-
-    def _whole_blocks(self, rects: Iterable[Rect]) -> tuple[Rect, ...]:
-        return tuple(pieces.whole_blocks(rect, self.block, self.shape) for rect in rects)
+        tiling = []
+        for rects in self.tiling:
+            tiling.append(
+                tuple(pieces.whole_blocks(rect, self.block, self.shape) for rect in rects)
+            )
+        return self.move(tuple(tiling))
 
     def differs_at(self, arrived: Sequence[Held]) -> Rect | None:
         """Return a rectangle where another holder's bits differ from those here, if there is
