@@ -452,7 +452,7 @@ def _cut_indices(borders: Iterable[int], size: int) -> tuple[int, ...]:
 
 
 def _cut_by_columns(goal: Goal) -> str:
-    borders = sorted({rect.col for rect in goal.data.rects if rect.col})
+    borders = sorted({rect.col for rect in goal.data.rects} - {0})
     common = math.gcd(*borders)
     # At most 64: nobody reads a longer list.
     fits = [width for width in range(1, min(goal.block[1], 64)) if common % width == 0]
