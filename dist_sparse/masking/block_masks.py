@@ -146,7 +146,7 @@ class ScoredTable:
         return keeping[rect].kept if rect in keeping and self.cuts is None else None
 
 
-class NewTableMasks(NamedTuple):
+class NewMasks(NamedTuple):
     """The new masks of a table.
 
     Args:
@@ -198,9 +198,7 @@ def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTabl
     return tables
 
 
-def new_masks(
-    scored: Sequence[ScoredTable], group: Group, pooled: bool = False
-) -> list[NewTableMasks]:
+def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False) -> list[NewMasks]:
     """Return the new masks of this rank's shards, per table in the order of its shards. Collective
     over ``group``.
 
@@ -229,7 +227,7 @@ def new_masks(
     if cut:
         return_decisions([*cut], group, device)
     batch_masks = _masks_of_batches(scored)
-    return [_new_table_masks(table, batch_masks) for table in scored]
+    return [_masks_of_table(table, batch_masks) for table in scored]
 
 
 def _find_thresholds(scored: Sequence[ScoredTable], group: Group, pooled: bool) -> None:
@@ -605,14 +603,14 @@ def _masks_of_batches(scored: Sequence[ScoredTable]) -> BatchMasks:
     return masks
 
 
-def _new_table_masks(table: ScoredTable, batch_masks: BatchMasks) -> NewTableMasks:
+def _masks_of_table(table: ScoredTable, batch_masks: BatchMasks) -> NewMasks:
     """Return the new masks of a table's shards."""
     goal, threshold = table.goal, table.threshold
     masks = [_new_mask(table, shard, batch_masks) for shard in goal.data.shards]
     if goal.by_element:
         # The number of removed blocks is not that of removed elements: edge blocks are smaller.
-        return NewTableMasks(masks, (1, 1), threshold)
-    return NewTableMasks(masks, goal.block, threshold, threshold.removed)
+        return NewMasks(masks, (1, 1), threshold)
+    return NewMasks(masks, goal.block, threshold, threshold.removed)
 
 
 def _new_mask(table: ScoredTable, shard: Shard, batch_masks: BatchMasks) -> NewMask:

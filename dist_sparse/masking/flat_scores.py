@@ -235,9 +235,8 @@ class FlatScores:
         """Return the list of a shard if it has all blocks with scores from ``low`` to ``high``."""
         narrowed = self._narrowed.get(number)
         # low - 1 too: a pool may move the threshold just below the list, which removes none of it.
-        if narrowed and narrowed.low - 1 <= low <= high <= narrowed.high:
-            return narrowed
-        return None
+        inside = narrowed and narrowed.low - 1 <= low <= high <= narrowed.high
+        return narrowed if inside else None
 
     def _source(self, number: int, low: int, high: int) -> tuple[tuple[bool, Any], Any]:
         """Return whether a launch reads a list and how it scores, for scores from ``low`` to

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import group_over, traffic
-from dist_sparse.masking.block_masks import NewTableMasks
+from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.records import MaskChange, StepRecord, TableStats
@@ -146,7 +146,7 @@ class Recorder:
         self,
         packed: PackedStore,
         located: Located,
-        made: Mapping[str, NewTableMasks],
+        made: Mapping[str, NewMasks],
         configs: Configs,
     ) -> None:
         """Count what changes, before the new masks replace the old. Collective: one all-reduce a
@@ -168,7 +168,7 @@ class Recorder:
             self._changes += (change,)
 
 
-def _counts(table: TableMasks, data: ShardedData, made: NewTableMasks) -> list[int]:
+def _counts(table: TableMasks, data: ShardedData, made: NewMasks) -> list[int]:
     """Return removed, flipped and regrown blocks, dead rows, lookups and removed lookups of this
     rank's shards."""
     removed = flipped = regrown = dead = 0
@@ -188,7 +188,7 @@ def _counts(table: TableMasks, data: ShardedData, made: NewTableMasks) -> list[i
 
 def _change(
     data: ShardedData,
-    made: NewTableMasks,
+    made: NewMasks,
     config: Mapping[str, Any],
     sums: Sequence[Any],
     same_blocks: bool,
@@ -293,7 +293,7 @@ class LastUpdate:
         self.before: Mapping[str, TableMasks] = {}
         self._removed: dict[str, list[_Removed]] = {}
 
-    def keep(self, masks: Masks, located: Located, made: Mapping[str, NewTableMasks]) -> None:
+    def keep(self, masks: Masks, located: Located, made: Mapping[str, NewMasks]) -> None:
         """Replace the update that was kept so far. Must be called before anything is zeroed."""
         states = masks.hooks.states()
         self._removed = {}
@@ -601,8 +601,8 @@ def describe(sparsifier: Any) -> str:
             f"Invalid sparsifier of type {type(given).__name__}: must be a sparsifier, or what"
             " sparsify() returned."
         )
-    packed, rows = masks.tables, []
-    held = masks.held(packed.locate())
+    rows = []
+    held = masks.held(masks.tables.locate())
     for name, config in sparsifier.data_groups.items():
         data, size = held[name].data, held[name].nbytes
         dtype = str(data.dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block, 
 from dist_sparse.groups import Facts, Group, rank_in
 from dist_sparse.masking.block_masks import (
     Goal,
-    NewTableMasks,
+    NewMasks,
     ScoredTable,
     find_cuts,
     new_masks,
@@ -239,7 +239,7 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def select_masks(
         self, scored: Mapping[str, ScoredTable], names: list[str], group: Group
-    ) -> dict[str, NewTableMasks]:
+    ) -> dict[str, NewMasks]:
         """Return the new masks of ``names``: the collective half of a mask update."""
         tables = [scored[name] for name in names]
         made = new_masks(tables, group, pooled=self.scope == "global")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Facts, Group
-from dist_sparse.masking.block_masks import NewTableMasks
+from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.masks import BlockMask, Held, ShardChange
 from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.masks import Configs, Masks
@@ -30,6 +30,9 @@ from dist_sparse.tables.shards import (
     check_writable,
     owners,
 )
+
+# The live masks of plain data, each with a copy of its values before the update.
+PlainMasks = list[tuple[Tensor, Tensor]]
 
 # For each group its facts, which must be equal on all of its ranks, and the names of its tables.
 Noted = Sequence[tuple[Facts, list[str]]]
@@ -113,12 +116,10 @@ class MaskMaker(abc.ABC):
                 made[name].append(NewMask(new, ~new.bits))
         return made
 
-    def select_masks(
-        self, scored: Any, names: list[str], group: Group
-    ) -> Mapping[str, NewTableMasks]:
+    def select_masks(self, scored: Any, names: list[str], group: Group) -> Mapping[str, NewMasks]:
         """Return the new masks of ``names``, which are stored over ``group``: the collective half
         of a mask update. This class sends nothing."""
-        return {name: NewTableMasks(scored[name], (1, 1)) for name in names}
+        return {name: NewMasks(scored[name], (1, 1)) for name in names}
 
 
 @torch.no_grad()
@@ -134,7 +135,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
         # Before scoring: a rotation moves the norm of a table into its first columns.
         masks.rotation.update()
     recorder = masks.recorder
-    before: list[tuple[Tensor, Tensor]] = []
+    before: PlainMasks = []
     try:
         with nullcontext() if recorder is None else recorder.step():
             located, made = make_masks(sparsifier, before)
@@ -151,9 +152,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
     masks.hooks.end_step()
 
 
-def make_masks(
-    sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]
-) -> tuple[Located, dict[str, NewTableMasks]]:
+def make_masks(sparsifier: MaskMaker, before: PlainMasks) -> tuple[Located, dict[str, NewMasks]]:
     """Return the sharded tables as they are stored now, and their new masks, not put in place yet.
     Collective.
 
@@ -181,7 +180,7 @@ def make_masks(
         with packed.agreeing("step()") as noted:
             scored = _score(sparsifier, located, before, noted)
     # 4. Collective: select.
-    made: dict[str, NewTableMasks] = {}
+    made: dict[str, NewMasks] = {}
     for group, names in packed.over_groups(located):
         made |= sparsifier.select_masks(scored, names, group)
     return located, _replace_by_first_copies(packed, located, made)
@@ -190,7 +189,7 @@ def make_masks(
 def _score(
     sparsifier: MaskMaker,
     located: Located,
-    before: list[tuple[Tensor, Tensor]],
+    before: PlainMasks,
     noted: Noted,
 ) -> Any:
     """Score plain data and this rank's shards, and add the facts that follow from them."""
@@ -211,7 +210,7 @@ def _score(
     return scored
 
 
-def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) -> None:
+def _update_plain(sparsifier: MaskMaker, before: PlainMasks) -> None:
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
     # Zeroes revived weights, which must not be scored.
@@ -224,7 +223,7 @@ def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) ->
         sparsifier.update_mask(name, dense.weight(name), **sparsifier.data_groups[name])
 
 
-def _apply(packed: PackedStore, located: Located, made: Mapping[str, NewTableMasks]) -> None:
+def _apply(packed: PackedStore, located: Located, made: Mapping[str, NewMasks]) -> None:
     """Zero newly removed weights, and put the new masks in place. Local."""
     # One list for all tables: on an accelerator, they share launches.
     changes = []
@@ -256,8 +255,8 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
 
 
 def _replace_by_first_copies(
-    packed: PackedStore, located: Located, made: Mapping[str, NewTableMasks]
-) -> dict[str, NewTableMasks]:
+    packed: PackedStore, located: Located, made: Mapping[str, NewMasks]
+) -> dict[str, NewMasks]:
     """Replace the new masks of copies that are trained apart (2-D parallelism) by the first copy's.
     Collective over the groups of such copies: one all-to-all of packed bits each."""
     moves = {}
