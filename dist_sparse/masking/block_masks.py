@@ -232,7 +232,7 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False)
 
 def _find_thresholds(scored: Sequence[ScoredTable], group: Group, pooled: bool) -> None:
     """Set the threshold of every table. Collective over ``group``."""
-    # Without anything to remove there is no pool: its limits are those of a higher level.
+    # With nothing to remove there is no pool: each ``k`` is 0, while ``most`` is not.
     need = sum(table.goal.k * table.goal.price for table in scored) if pooled else 0
     candidates = []
     for table in scored:
