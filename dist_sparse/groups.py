@@ -2,9 +2,8 @@
 anything changes.
 
 A :class:`Group` wraps a process group of the library's own over given ranks, with a timeout.
-Without a process group it is a world of one that runs the same code and sends nothing. Objects
-cross ranks as JSON bytes in tensors, never as pickles. Every collective is counted by
-:func:`traffic`, for each thread.
+Without a process group it is a world of one, which runs the same code and sends nothing. Values are
+sent as JSON bytes in tensors, never as pickles. :func:`traffic` counts every collective, by thread.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from dist_sparse.checks import digest, encode, number
 
-# For users; what else is here, the package itself calls.
+# The functions for users. The rest of the package calls the others.
 __all__ = ["Traffic", "reset_traffic", "set_timeout", "traffic"]
 
 Json = Any
@@ -44,8 +43,8 @@ class Traffic:
 
 
 class Replica(NamedTuple):
-    """This rank's copy of something that several ranks hold: its hash, whether this rank is the
-    first holder, how many there are."""
+    """This rank's copy of a tensor that several ranks hold: its hash, whether this rank is the
+    first holder, and the number of holders."""
 
     hash: int
     first: bool
@@ -67,12 +66,12 @@ class Facts(dict[str, Json]):
     :func:`agreeing`.
 
     Attributes:
-        replicas: hashes of what this rank holds in common with others, by a name that its holders
-            share.
+        replicas: this rank's copies of tensors that other ranks hold too, by a name that is the
+            same on all holders.
         drifted: by replica the global ranks where it differs from its first holder's; filled on
             exit.
-        drift_error: the error on every rank of all groups if anything has drifted, with
-            ``{places}`` for what and where. None raises nothing: the caller reads ``drifted``.
+        drift_error: text of the error on every rank of all groups if a replica has drifted, with
+            ``{places}`` for names and ranks. None: no error, the caller reads ``drifted``.
     """
 
     def __init__(self) -> None:
@@ -83,7 +82,8 @@ class Facts(dict[str, Json]):
 
 
 class _Sent(threading.local):
-    """Counted for each thread: collectives of save_async() in its own belong to no mask update."""
+    """Counts of each thread: the collectives of save_async(), which has its own thread, belong to
+    no mask update."""
 
     collectives = 0
     bytes = 0
@@ -141,16 +141,16 @@ def set_timeout(seconds: float) -> None:
 
 
 def weights_are_on(device: torch.device) -> None:
-    """Note where this process has sharded weights: backends without CPU tensors send from there,
-    whatever the current device is."""
+    """Remember the device of this process's sharded weights. Backends without CPU tensors send from
+    there, whatever the current device is."""
     global _weights_device
     if device.type != "cpu":
         _weights_device = device
 
 
 def several(ranks: Iterable[int]) -> tuple[int, ...] | None:
-    """Return global ranks in group order as the package has them: None where there is one, which
-    is a world of its own."""
+    """Return global ranks as the package represents them: a tuple in group order, or None for a
+    single rank, which is a world of one."""
     held = tuple(ranks)
     return held if len(held) > 1 else None
 
@@ -172,7 +172,7 @@ def world_rank() -> int:
 
 
 def warn_on_first_rank(text: str, *, stacklevel: int) -> None:
-    """Warn once for all ranks, which are in the same state. Does not communicate."""
+    """Warn on the first rank only, for a state that all ranks share. Does not communicate."""
     if world_rank() == 0:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
@@ -243,7 +243,7 @@ class Group:
 
         One message of 32 bytes when all is well. Otherwise every rank raises, naming the ranks at
         fault and the fault of each. :func:`agreeing` wraps it around the local work that comes
-        before. Nobody disagrees with a world of one: its caller raises its own ``error``.
+        before. In a world of one nothing differs: its caller raises its own ``error``.
 
         Args:
             action: what is about to happen, for messages.
@@ -285,9 +285,9 @@ class RankGroup(Group):
         messages are made there; otherwise the device of the weights."""
         if self._sends_from_cpu:
             return torch.device("cpu")
-        # Found when used: the first group may be older than the tables, and than set_device().
-        known = _bound_device() or _weights_device
-        return known or torch.device("cuda", torch.cuda.current_device())
+        # Looked up at each use: the first group may be made before the tables and set_device().
+        device = _bound_device() or _weights_device
+        return device or torch.device("cuda", torch.cuda.current_device())
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See :meth:`Group.all_reduce`."""
@@ -312,7 +312,7 @@ class RankGroup(Group):
     def all_gather_json(self, value: Json) -> list[Json]:
         """See :meth:`Group.all_gather_json`."""
         raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-        # all_gather() needs one common shape, so shorter texts are padded.
+        # all_gather() takes tensors of one shape, so shorter texts are padded.
         lengths = self.all_gather(torch.tensor([raw.numel()])).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: raw.numel()] = raw
@@ -331,7 +331,7 @@ class RankGroup(Group):
             refused = Refused(self._refusal(action, facts, error))
             refused.raised_by = frozenset(self.ranks)
             raise refused from error
-        # The sum overflows, as the balances did: modulo 2**64.
+        # int64 wraps around, so the sum is modulo 2**64, as each balance is.
         if int(balances.sum()) != 0:
             held = self.all_gather_json({name: each.hash for name, each in facts.replicas.items()})
             facts.drifted = _drifted(self.ranks, held)
@@ -341,11 +341,11 @@ class RankGroup(Group):
                 raise ValueError(facts.drift_error.format(places=places))
 
     def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> str:
-        """Return the message on every rank. Collective over the group: first digests alone, for
+        """Return the message on every rank. Collective over the group: first digests alone, because
         facts may be long (tilings of all ranks), then the values of the first few that differ."""
         text = None if error is None else cut(f"{type(error).__name__}: {error}")
         own = {key: digest(value) for key, value in facts.items()}
-        # The same on every rank, and so is the way from here.
+        # All ranks get the same reports, so they take the same branch below.
         reports = self.all_gather_json([action, text, own])
         actions, errors, digests = zip(*reports, strict=True)
         if any(errors):
@@ -358,8 +358,8 @@ class RankGroup(Group):
 
     @contextmanager
     def _sending(self, operation: str, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield a tensor where messages are sent from; count the collective, and explain a timeout
-        or a broken connection in it."""
+        """Yield the tensor on the device that messages are sent from. Count the collective, and
+        explain a timeout or a broken connection in it."""
         sent = tensor.to(self.device).contiguous()
         _sent.collectives += 1
         _sent.bytes += sent.nbytes
@@ -412,12 +412,12 @@ def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
         yield noted
     except Refused as refused:
         if all(refused.raised_by >= set(group.ranks) for group in groups):
-            raise  # on all ranks already; they would wait for one another in vain
+            raise  # every rank raises it, so none will enter agree()
         error = refused
     except Exception as fault:
         error = fault
     for group, facts in zip(groups, noted, strict=True):
-        # No group is left out, whatever the ones before raise: its ranks are waiting.
+        # After an error in one group, agree in the others too: their ranks are waiting.
         try:
             group.agree(action, facts, error)
         except ValueError as refused:
@@ -460,7 +460,7 @@ class Parcels:
 
         def read() -> Tensor:
             part = self._received[sender][start:stop]
-            # Parcels of several dtypes follow each other, and views must be aligned.
+            # Tensors of several dtypes follow each other, and a view as a dtype must be aligned.
             aligned = (part.storage_offset() % dtype.itemsize) == 0
             return (part if aligned else part.clone()).view(dtype).view(tuple(shape))
 
@@ -468,11 +468,11 @@ class Parcels:
 
     def exchange(self, device: torch.device) -> None:
         """Send and receive everything, to tensors on ``device``. Collective over the group."""
-        # torch.cat() takes no empty list, and no tensors of several devices.
+        # An empty tensor first, as torch.cat() takes no empty list. It takes one device, too.
         raw = [torch.empty(0, dtype=torch.uint8, device=self._group.device)]
         raw += [piece.to(self._group.device) for piece in chain.from_iterable(self._pieces)]
         packed = torch.cat(raw)
-        # Before the result is allocated: the pieces may be large.
+        # Free the pieces, which may be large, before the result is allocated.
         raw.clear()
         self._pieces.clear()
         received = self._group.all_to_all(packed, self._lengths, self._sizes)
@@ -485,26 +485,25 @@ def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group
 
     Args:
         ranks: None is a world of one.
-        apart: names a group of its own, over gloo, which another thread may use than the one that
-            trains.
+        apart: names a separate group, over gloo, for a thread other than the one that trains.
     """
     if ranks is None or len(ranks) == 1:
         return Group()
-    parent = dist.group.WORLD
+    world = dist.group.WORLD
     made_in, group = _groups.get((ranks, apart), (None, Group()))
     # A destroyed and re-initialised world needs new groups.
-    if made_in is not parent:
-        # Only the members of a smaller group make it: others need not know of it.
-        apart_of_world = ranks != world_ranks()
+    if made_in is not world:
+        # With local synchronization, only the members of a smaller group call new_group().
+        smaller = ranks != world_ranks()
         # In a world bound to devices, NCCL would split a smaller group off the world's, which waits
         # for all ranks of the world.
-        splits = apart_of_world and _bound_device() is not None
+        splits = smaller and _bound_device() is not None
         backend = "gloo" if splits or apart is not None else None
-        made = dist.new_group(
-            list(ranks), _timeout, backend, use_local_synchronization=apart_of_world
+        process_group = dist.new_group(
+            list(ranks), _timeout, backend, use_local_synchronization=smaller
         )
-        group = RankGroup(ranks, made)
-        _groups[ranks, apart] = parent, group
+        group = RankGroup(ranks, process_group)
+        _groups[ranks, apart] = world, group
     return group
 
 
@@ -513,16 +512,16 @@ def world_group(apart: str | None = None) -> Group:
     return group_over(world_ranks(), apart)
 
 
-# Words of the backends' errors about ranks that do not answer. Gloo has no type of its own for
-# them.
+# Words in the backends' errors about ranks that do not answer: gloo has no error type for them.
 _LOST = "timed out|timeout|connect|socket|peer"
 
 
 def _balance(replicas: Mapping[str, Replica]) -> int:
-    """Return what sums to zero over ranks, modulo 2**64, if no replica has drifted; as int64."""
+    """Return this rank's term, int64, of a sum that is 0 modulo 2**64 if no replica has drifted."""
     total = 0
     for name, replica in replicas.items():
-        # The first holder weighs as much as all others. Odd: no multiple of 2**64 by a factor.
+        # The first holder weighs as much as all others together. The weight is odd, so that its
+        # product with a difference of hashes is not 0 modulo 2**64.
         weight = digest(name) | 1
         total += weight * replica.hash * (replica.holders - 1 if replica.first else -1)
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -533,7 +532,7 @@ def _differing(digests: Sequence[Mapping[str, int]]) -> list[str]:
     noted = [each.items() for each in digests]
     differing = dict(set().union(*noted).difference(set(noted[0]).intersection(*noted)))
     everywhere = set(differing).intersection(*digests)
-    # Last the facts that some rank has not come to yet: a consequence of something else.
+    # Last, facts that some rank has not added: usually a consequence of another difference.
     return [*sorted(everywhere), *sorted(differing.keys() - everywhere)]
 
 
@@ -541,7 +540,7 @@ def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict
     """Return the replicas that differ from their first holder's, and the ranks where they do."""
     first: dict[str, int] = {}
     drifted: dict[str, list[int]] = {}
-    # Each first holder is a lower rank than the others.
+    # In ascending order of ranks, so the first value of a name is its first holder's.
     for rank, held in zip(ranks, hashes, strict=True):
         for name, value in held.items():
             if first.setdefault(name, value) != value:
@@ -561,9 +560,9 @@ _LONGEST_VALUE = 120
 def explain_errors(ranks: Sequence[int], action: str, errors: Sequence[str | None]) -> str:
     """Return which ranks failed, and how: equal errors of several ranks once."""
     by_text = _ranks_by(ranks, errors)
-    # Of ranks without an error.
+    # Ranks without an error.
     by_text.pop(None, None)
-    # Several errors share the room of one.
+    # Two errors or more share the length of one message.
     room = _LONGEST_ERROR // min(len(by_text), 2)
     texts = [*by_text.items()]
     shown = [f"{ranks_text(at)}: {cut(text, room)}" for text, at in texts[:_MOST_SHOWN]]
@@ -574,7 +573,7 @@ def explain_errors(ranks: Sequence[int], action: str, errors: Sequence[str | Non
 
 
 def explain_actions(ranks: Sequence[int], actions: Sequence[str]) -> str:
-    """Return which ranks are about to do something else than the lowest one."""
+    """Return the ranks that are about to do something else than the lowest one."""
     (first, _), *others = _ranks_by(ranks, actions).items()
     faults = []
     for action, at in others[:_MOST_SHOWN]:
@@ -612,8 +611,8 @@ def _ranks_by(ranks: Sequence[int], values: Sequence[Any]) -> dict[Any, list[int
 
 
 def _difference(key: str, ours: Json, theirs: Json) -> tuple[str, str, str]:
-    """Return the path to an entry of two mappings, or to the first one in it that differs, and both
-    texts, from shortly before the first difference."""
+    """Return the path to an entry of two mappings, or to its first inner entry that differs, and
+    both texts, from shortly before the first difference."""
     one, other = ours.get(key, "nothing"), theirs.get(key, "nothing")
     if isinstance(one, dict) and isinstance(other, dict):
         for inner in sorted({*one, *other}):
@@ -621,7 +620,7 @@ def _difference(key: str, ours: Json, theirs: Json) -> tuple[str, str, str]:
                 path, first, second = _difference(inner, one, other)
                 return f"{key}: {path}", first, second
     texts = [str(one), str(other)]
-    # Both are shown from the same place, where the beginning says nothing.
+    # A long common beginning is left out of both.
     same = len(os.path.commonprefix(texts)) - 20  # noqa: RUF071  # of any texts
     if same > 0:
         texts = [f"...{text[same:]}" for text in texts]
@@ -636,9 +635,10 @@ def cut(text: str, longest: int = _LONGEST_ERROR) -> str:
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-3, 7``, cut after a few."""
     texts = []
-    # Ranks that follow each other have one distance from their places.
+    # In a run of consecutive ranks, rank minus position is constant.
     for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
-        first, *_, last = [rank for _, rank in run] * 2
+        members = [rank for _, rank in run]
+        first, last = members[0], members[-1]
         texts.append(f"{first}-{last}" if first < last else str(first))
     if len(texts) > 8:
         texts = [*texts[:8], f"... ({len(ranks)} in all)"]

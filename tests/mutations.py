@@ -39,7 +39,7 @@ MUTATIONS = [
     # -- masking
     # ---------------------------------------------------------------------------------------------------------
     M("masking/selection.py", "bits[:ties] <= self.bits, bits[ties:]", "bits[: ties - 1] <= self.bits, bits[ties - 1 :]", "tests/dist/test_sharded_tensors.py"),
-    M("masking/selection.py", "_histograms_of_ties, group)", "_histograms_of_ties, Group())", "tests/dist/test_sharded_tensors.py -k spread and ties"),
+    M("masking/selection.py", "_histograms_of_ties, group, ", "_histograms_of_ties, Group(), ", "tests/dist/test_sharded_tensors.py -k spread and ties"),
     M("masking/selection.py", "bucket = (upto < wanted)", "bucket = (upto <= wanted)", "tests/masking/test_selection.py"),
     M("masking/selection.py", "counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0", "pass", "tests/dist/test_sharded_tensors.py"),
     M("masking/selection.py", "    _refuse_not_finite(counts, searches)\n", "", "tests/dist/test_bad_values.py -k overflow"),

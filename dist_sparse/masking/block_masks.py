@@ -1,20 +1,18 @@
 """New masks of many tables over many ranks: score, select, mask.
 
-:func:`score_tables` is the local half: each shard is read once, in chunks; where scores are kept,
-only the rows written since the last update. Nothing is communicated or changed, so an error found
-there stops all ranks in time. :func:`new_masks` is the collective half: its three steps are in
-order, what they call is below. Neither writes to weights or to old masks.
+:func:`score_tables` is the local half. It reads each shard once, in chunks; of a shard with kept
+scores only the rows written since the last update. It communicates and changes nothing, so all
+ranks can still stop on an error. :func:`new_masks` is the collective half, in three steps. Neither
+writes to weights or to old masks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, groupby
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +48,6 @@ from dist_sparse.masking.selection import (
     Candidates,
     Dirty,
     NewMask,
-    Pool,
     Threshold,
     mask_of_blocks,
     select_smallest,
@@ -58,11 +55,11 @@ from dist_sparse.masking.selection import (
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
-# Most elements of a shard that is scored together with others: a call of torch costs as much as the
-# work on a few kilobytes.
+# Most elements of a shard that shares a pass with others. Below it, the overhead of the calls of
+# torch is a good part of the time.
 SMALL = 1 << 14
 
-# Elements of small tables that one pass scores, give or take a table.
+# Elements of small tables that one pass scores, rounded up to a whole table.
 _BATCH = 1 << 20
 
 
@@ -74,13 +71,13 @@ class Goal:
     Args:
         data: the table as it is stored now.
         block: the sparse block, in elements.
-        k: number of blocks to prune; of a pool of tables, on average.
-        most: most blocks of this table that a pool may prune.
-        zeros: elements removed in a pruned block; the block's area removes all of it, however small
-            an edge block is.
+        k: number of blocks to prune; in a pool of tables, on average.
+        most: in a pool, the maximum number of blocks to prune in this table.
+        zeros: elements removed in a pruned block; the block's area removes the whole block, also a
+            smaller one at the edge.
         measure: how elements are scored.
-        whole_columns: blocks are as high as the table, whatever its height.
-        keeping: the scores that are kept from one mask update to the next.
+        whole_columns: blocks are as high as the table.
+        keeping: by shard, the scores that are kept from one mask update to the next.
         only_zeros: prune no block that scores more than 0.
     """
 
@@ -91,7 +88,7 @@ class Goal:
     zeros: int
     measure: scoring.Measure
     whole_columns: bool = False
-    keeping: Keeping | None = None
+    keeping: Mapping[Rect, Keeping] = field(default_factory=dict)
     only_zeros: bool = False
 
     @property
@@ -105,18 +102,17 @@ class Goal:
 
     @property
     def price(self) -> int:
-        """Bytes of the weights that a pruned block loses."""
+        """Bytes of weights that each pruned block removes."""
         return min(self.zeros, self.block[0] * self.block[1]) * self.data.dtype.itemsize
 
     @property
     def shows_zeros(self) -> bool:
-        """Whether a block that scores 0 is zero already, if every write to removed weights has been
-        masked.
+        """Whether a block that was removed before and scores 0 is zero already. Newly removed
+        blocks are always zeroed.
 
-        A norm of 0 means that the block is zero (or that its squares underflow float32: weights
-        below 1e-22). Weighted squares underflow sooner, below 4e-8 in rows without gradients. Such
-        a block is zero too if it was removed before, as these scores need an enforcer; and newly
-        removed blocks are zeroed whatever they score.
+        A norm of 0 means that the block is zero, or that its squares underflow float32 (weights
+        below 1e-22). Weighted squares underflow sooner, below 4e-8 in rows without gradients, but
+        these scores need an enforcer, which zeroes every write to removed weights.
         """
         by_norm = isinstance(self.measure, str)
         return by_norm or (isinstance(self.measure, ByTotals) and self.measure.squares)
@@ -132,10 +128,10 @@ class ScoredTable:
     """One table between scoring and masks.
 
     Attributes:
-        cuts: its cut blocks, if there are any.
+        cuts: its cut blocks; None if every block is within one shard.
         owned: the shards whose scores this rank counts.
         segments: the scores of this rank's shards.
-        threshold: once it is selected.
+        threshold: set once it is selected.
     """
 
     goal: Goal
@@ -145,19 +141,19 @@ class ScoredTable:
     threshold: Threshold = NOTHING
 
     def kept_scores(self, rect: Rect) -> KeptScores | None:
-        """Return the kept scores of a shard, if any; of cut blocks none are kept."""
+        """Return the kept scores of a shard, if any. A table with cut blocks has none."""
         keeping = self.goal.keeping
-        return None if keeping is None or self.cuts else keeping.scores.get(rect)
+        return keeping[rect].kept if rect in keeping and self.cuts is None else None
 
 
-class MadeMasks(NamedTuple):
+class NewMasks(NamedTuple):
     """The new masks of a table.
 
     Args:
         masks: of this rank's shards, in their order.
-        block: what one of their bits stands for.
-        threshold: of the scores, if they decide.
-        removed: number of removed blocks over all ranks; None if it is not known.
+        block: the (rows, columns) that one bit of them covers.
+        threshold: of the scores; NOTHING if a user's ``update_mask`` decides instead.
+        removed: number of removed blocks over all ranks; None if unknown.
     """
 
     masks: list[NewMask]
@@ -166,147 +162,146 @@ class MadeMasks(NamedTuple):
     removed: int | None = None
 
 
-def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
-    """Score this rank's shards of many tables. Local: sends nothing. Tables that are alike share
-    launches, and small ones a pass.
+class _Pass(NamedTuple):
+    """A scoring pass: tables with equal ones are scored together.
 
     Args:
-        goals: the same on every rank, but for the live views in them.
-        ranks: this rank in the group of each table.
+        score: scores the tables, and returns their least and largest scores, int64.
+        common: what tables must have in common to share the pass.
+    """
+
+    score: Callable[[Sequence[ScoredTable]], Iterable[Tensor]]
+    common: tuple[object, ...] = ()
+
+
+def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
+    """Score this rank's shards of many tables. Local: sends nothing.
+
+    Args:
+        goals: the same on every rank, except for the live views in them.
+        ranks: this rank's number in the group of each table.
 
     Raises:
-        ValueError: a score is not finite or is negative, or a block that loses only some elements
-            is cut by a column border.
+        ValueError: a score is not finite or is negative, or a column border cuts a block that loses
+            only some elements.
     """
     tables = []
-    groups: dict[tuple[Any, ...], list[ScoredTable]] = {}
+    passes: dict[_Pass, list[ScoredTable]] = {}
     for goal, rank in zip(goals, ranks, strict=True):
-        table = ScoredTable(goal, cuts_of(goal), goal.data.owned(rank))
+        table = ScoredTable(goal, find_cuts(goal), goal.data.owned(rank))
         tables.append(table)
-        groups.setdefault(_way_to_score(table), []).append(table)
+        passes.setdefault(_pass_of(table), []).append(table)
     extremes: list[Tensor] = []
-    for (score, *_), alike in groups.items():
-        extremes += score(alike)
-    _read(tables, extremes)
+    for scoring_pass, together in passes.items():
+        extremes += scoring_pass.score(together)
+    _read_histograms(tables, extremes)
     return tables
 
 
-def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False) -> list[MadeMasks]:
+def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False) -> list[NewMasks]:
     """Return the new masks of this rank's shards, per table in the order of its shards. Collective
     over ``group``.
 
-    If ``pooled``, the bytes that the tables' ``k`` remove together are removed wherever scores are
+    If ``pooled``, the tables lose the bytes of all their ``k`` together, wherever scores are
     smallest.
 
     At most three all-reduces, two all-to-alls if a block is cut, and at most three more all-reduces
     if scores tie at a threshold.
     """
-    # 1. Score: done by score_tables(), but for blocks that shard borders cut. Each of these has one
-    # rank that owns it.
-    cut = [table.cuts for table in scored if table.cuts is not None]
+    cut = {table.cuts: table for table in scored if table.cuts is not None}
     devices = (shard.tensor.device for table in scored for shard in table.goal.data.shards)
     device = next(devices, torch.device("cpu"))
+
+    # 1. Score the blocks that shard borders cut. Each has one owner, which gets the parts of all
+    # holders. score_tables() has scored all other blocks.
     if cut:
-        exchange_partials(cut, group, device)
+        exchange_partials([*cut], group, device)
 
     # 2. Select: the exact threshold of every table.
-    _select(scored, group, pooled)
+    _find_thresholds(scored, group, pooled)
 
-    # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and
-    # threshold.
-    for table in scored:
-        if table.cuts is not None:
-            table.cuts.decision = _decide(table.goal, table.threshold, table.cuts.owned)
+    # 3. Mask. The owners of cut blocks return their decisions; scores and threshold decide about
+    # all other blocks locally.
+    for cuts, table in cut.items():
+        cuts.decision = _decide(table.goal, table.threshold, cuts.owned)
     if cut:
-        return_decisions(cut, group, device)
-    known = _bits_of_batches(scored)
-    made = []
-    for table in scored:
-        goal, threshold = table.goal, table.threshold
-        masks = [_new_mask(table, shard, known) for shard in goal.data.shards]
-        if goal.by_element:
-            made.append(MadeMasks(masks, (1, 1), threshold))
-        else:
-            made.append(MadeMasks(masks, goal.block, threshold, threshold.removed))
-    return made
+        return_decisions([*cut], group, device)
+    batch_masks = _masks_of_batches(scored)
+    return [_masks_of_table(table, batch_masks) for table in scored]
 
 
-def _select(scored: Sequence[ScoredTable], group: Group, pooled: bool) -> None:
-    """Find the threshold of every table. Collective over ``group``."""
-    # Without anything to remove there is no pool.
+def _find_thresholds(scored: Sequence[ScoredTable], group: Group, pooled: bool) -> None:
+    """Set the threshold of every table. Collective over ``group``."""
+    # With nothing to remove there is no pool: each ``k`` is 0, while ``most`` is not.
     need = sum(table.goal.k * table.goal.price for table in scored) if pooled else 0
-    pool = Pool(need, [table.goal.price for table in scored if table.goal.most]) if need else None
     candidates = []
     for table in scored:
-        goal, segments = table.goal, [*table.segments.values()]
+        goal = table.goal
+        segments = [*table.segments.values()]
         if table.cuts is not None:
             segments += table.cuts.owned.segments
         k = goal.most if need else goal.k
-        candidates.append(Candidates(goal.data.name, k, goal.blocks, segments, goal.only_zeros))
-    thresholds = select_smallest(candidates, group, pool)
+        candidates.append(
+            Candidates(goal.data.name, k, goal.blocks, segments, goal.only_zeros, goal.price)
+        )
+    thresholds = select_smallest(candidates, group, need)
     for table, threshold in zip(scored, thresholds, strict=True):
         table.threshold = threshold
 
 
-def _read(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) -> None:
-    """Bring the histograms of all segments to the host, with one wait.
+def _read_histograms(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) -> None:
+    """Bring the histograms of all segments to the host, with one wait for each device.
 
     Args:
-        extremes: some least and largest scores, int64 ``(n,)``. Histograms do not show negative
-            ones.
+        extremes: least and largest scores of the passes that return them, int64 ``(n,)``.
 
     Raises:
         ValueError: a score is negative or not finite.
     """
     segments = [segment for table in tables for segment in table.segments.values()]
+    # Together, as each wait would cost more than the copy.
     read = on_host([*(segment.histogram for segment in segments), *extremes])
-    for segment, histogram in zip(segments, read, strict=False):
+    # Zeros in front, as a rank may hold no shard: torch takes no empty list.
+    histograms = [torch.zeros(HISTOGRAM, dtype=torch.int64), *read[: len(segments)]]
+    scores = torch.cat([torch.zeros(1, dtype=torch.int64), *read[len(segments) :]])
+    for segment, histogram in zip(segments, histograms[1:], strict=True):
         segment.histogram = histogram
-    refused = any(map(_refused, read[len(segments) :]))
-    # With zeros, as a rank may hold no shard.
-    counts = torch.stack([torch.zeros(HISTOGRAM, dtype=torch.int64), *read[: len(segments)]])
-    refused |= bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
-    if refused:
-        # One of them raises, with the name of its table.
+    # Kernels return no extremes: they count a score that they refuse, also a negative one, as NaN.
+    counts = torch.stack(histograms)
+    counted = bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
+    if counted or _refused(scores):
+        # Nothing tells yet which table it is: the first one with such a score raises.
         for table in tables:
             _find_refused(table.goal)
 
 
-def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
-    """Return the function that scores a table, and what it has in common with others that the
-    function scores together."""
+def _pass_of(table: ScoredTable) -> _Pass:
+    """Return the scoring pass of a table."""
     goal, data = table.goal, table.goal.data
-    measure = _shared_measure(table)
-    if measure is None:
-        return (_score_alone,)
+    alone = _Pass(_score_alone)
+    # A shared pass reads one shard of each table, in whole blocks that no border cuts. A user's own
+    # measure knows one table.
+    if len(data.shards) != 1 or table.cuts or goal.by_element or callable(goal.measure):
+        return alone
     [(rect, tensor)] = data.shards
-    common = data.ranks, tensor.device, data.dtype, measure
-    # The square of a float64 is rounded, by kernels and CPUs in different places.
-    width = None if data.dtype == torch.float64 else flat_width(rect, goal.block, tensor)
-    if width is not None:
-        return _score_flat, *common, width
-    # Single elements are scored without a copy; taller blocks may reach into the next shard.
-    if tensor.is_cpu and goal.block[0] == 1 != goal.block[1] and rect.numel <= SMALL:
-        return _score_small, *common, data.shape[1], rect.col, rect.cols, goal.block
-    return (_score_alone,)
-
-
-def _shared_measure(table: ScoredTable) -> tuple[object, ...] | None:
-    """Return how a table is scored, equal for tables that may be scored in one pass; None if it
-    needs passes of its own."""
-    goal, shards = table.goal, table.goal.data.shards
-    # Only of one shard that is not empty, of whole blocks that no border cuts.
-    if len(shards) != 1 or table.cuts or goal.by_element or not shards[0].rect.numel:
-        return None
+    measure: tuple[object, ...] = (goal.measure,)
     if isinstance(goal.measure, ByTotals):
-        [known] = _totals([table])
-        return goal.measure.squares, known.total.dtype, known.of_elements
-    # A user's own knows one table.
-    return (goal.measure,) if isinstance(goal.measure, str) else None
+        [totals] = _totals([table])
+        measure = goal.measure.squares, totals.total.dtype, totals.of_elements
+    common = data.ranks, tensor.device, data.dtype, *measure
+    width = flat_width(rect, goal.block, tensor)
+    # Not float64: kernels read weights as float32, which is exact for shorter types only.
+    if width is not None and data.dtype != torch.float64:
+        return _Pass(_score_flat, (*common, width))
+    # Blocks of one row do not reach into the table below. Single elements need no copy of their
+    # scores when they are scored alone.
+    if tensor.is_cpu and goal.block[0] == 1 != goal.block[1] and rect.numel <= SMALL:
+        return _Pass(_score_small, (*common, data.shape[1], rect.col, rect.cols, goal.block))
+    return alone
 
 
 def _score_flat(tables: Sequence[ScoredTable]) -> list[Tensor]:
-    """Score tables by kernels."""
+    """Score tables by kernels. Returns no extremes: kernels count what is refused as NaN."""
     shards = [table.goal.data.shards[0] for table in tables]
     blocks = [table.goal.block for table in tables]
     measure = tables[0].goal.measure
@@ -319,7 +314,7 @@ def _add_batch(tables: Sequence[ScoredTable], batch: Batch) -> None:
     """Give the scores of a batch to its tables, in their order."""
     counts = batch.first_histograms()
     for i, (table, histogram) in enumerate(zip(tables, counts, strict=True)):
-        # Scored again for what kernels leave to torch: ties that they have not listed.
+        # Scores that the batch does not hold are computed again, for ties that kernels do not list.
         segment = _add_segment(table, table.goal.data.shards[0], reads=not batch.held)
         if batch.held:
             segment.add(batch.held[i].view(-1, len(segment.columns)))
@@ -327,52 +322,53 @@ def _add_batch(tables: Sequence[ScoredTable], batch: Batch) -> None:
 
 
 def _score_small(tables: Sequence[ScoredTable]) -> Iterator[Tensor]:
-    """Score small tables, in as many passes as memory asks for."""
-    elements = accumulate(table.goal.data.shards[0].rect.numel for table in tables)
-    numbered = zip((upto // _BATCH for upto in elements), tables, strict=True)
-    for _, batch in groupby(numbered, key=itemgetter(0)):
-        yield _score_together([table for _, table in batch])
+    """Score small tables in passes of about ``_BATCH`` elements."""
+    batches: dict[int, list[ScoredTable]] = {}
+    elements = 0
+    for table in tables:
+        elements += table.goal.data.shards[0].rect.numel
+        batches.setdefault(elements // _BATCH, []).append(table)
+    for batch in batches.values():
+        yield _score_stacked(batch)
 
 
-def _score_together(tables: Sequence[ScoredTable]) -> Tensor:
-    """Score small tables in one pass: alike in all but their rows, one below the other. Blocks of
-    one row know nothing of their neighbours."""
+def _score_stacked(tables: Sequence[ScoredTable]) -> Tensor:
+    """Score small tables in one pass, stacked to one table: they differ in their rows only, and no
+    block has two rows. Return the least and the largest score."""
     goal = tables[0].goal
     shards = [table.goal.data.shards[0] for table in tables]
     weights = torch.cat([tensor for _, tensor in shards])
-    rows, first = len(weights), shards[0].rect
-    rect = Rect(0, first.col, rows, first.cols)
+    rows = len(weights)
+    rect = Rect(0, shards[0].rect.col, rows, weights.shape[1])
     data = replace(goal.data, shape=(rows, goal.data.shape[1]))
-    joint = replace(goal, data=data, measure=_measure_of_all(tables))
-    pieces = _score_pieces(joint, Shard(rect, weights))
+    stacked = replace(goal, data=data, measure=_stacked_measure(tables))
+    pieces = _score_pieces(stacked, Shard(rect, weights))
     bits = torch.cat([piece for _, piece in pieces])
-    sizes = [rect.rows * bits.shape[1] for rect, _ in shards]
+    sizes = [shard.rect.rows * bits.shape[1] for shard in shards]
     _add_batch(tables, JointScores(bits.view(-1), sizes))
     return torch.stack(bits.aminmax()).long()
 
 
-def _measure_of_all(tables: Sequence[ScoredTable]) -> scoring.Measure:
-    """Return the measure of tables one below the other, with the totals of all their rows."""
+def _stacked_measure(tables: Sequence[ScoredTable]) -> scoring.Measure:
+    """Return the measure of stacked tables, with the totals of all their rows."""
     measure = tables[0].goal.measure
     if not isinstance(measure, ByTotals):
         return measure
-    found = [known.of_rows(slice(None)) for known in _totals(tables)]
-    # Totals of a row, or of each element: expanded where the tables differ.
-    columns = max(each.shape[1] for each in found)
-    total = torch.cat([each.expand(-1, columns) for each in found])
-    joint = RowTotals(Rect(0, 0, *total.shape), total)
-    return ByTotals(lambda offset: joint, measure.squares)
+    values = [totals.of_rows(slice(None)) for totals in _totals(tables)]
+    # All tables have one total a row, or all have one an element: see _pass_of().
+    total = torch.cat(values)
+    stacked = RowTotals(Rect(0, 0, *total.shape), total)
+    return ByTotals(lambda offset: stacked, measure.squares)
 
 
 def _totals(tables: Sequence[ScoredTable]) -> list[RowTotals]:
-    """Return the totals by which tables of one shard each are scored; none if it is by norms."""
-    found = []
+    """Return the totals of tables with one shard each; none if they are scored by norms."""
+    totals = []
     for table in tables:
         measure = table.goal.measure
-        [(rect, _)] = table.goal.data.shards
         if isinstance(measure, ByTotals):
-            found.append(measure.find((rect.row, rect.col)))
-    return found
+            totals.append(measure.find(table.goal.data.shards[0].rect[:2]))
+    return totals
 
 
 def _score_alone(tables: Sequence[ScoredTable]) -> list[Tensor]:
@@ -387,34 +383,41 @@ def _score_alone(tables: Sequence[ScoredTable]) -> list[Tensor]:
 
 
 def _score_shard(table: ScoredTable, shard: Shard) -> list[Tensor]:
-    """Score a shard, and note in ``table`` what is known of its cut blocks."""
-    goal, kept = table.goal, table.kept_scores(shard.rect)
-    if kept is not None and goal.keeping is not None:
-        score_all = partial(_score_all, goal, shard)
-        kept.update(shard, goal.data.shape, goal.block, goal.keeping, score_all)
+    """Score a shard, and store in ``table.cuts`` what the owners of its cut blocks need."""
+    goal = table.goal
+    kept = table.kept_scores(shard.rect)
+    if kept is not None:
+        kept.update(shard, goal.keeping[shard.rect], partial(_score_all, goal, shard))
         kept.fill(_add_segment(table, shard))
         return []
-    # Where scores are too large to be held, or as large as the weights, they are computed again.
-    scores = 4 * grid_of(shard.rect, goal.block).blocks
-    large = not (shard.tensor.is_cpu or goal.by_element) and too_large(scores, shard.tensor.nbytes)
-    again = goal.block == (1, 1) or (table.cuts is None and large)
-    segment = _add_segment(table, shard, reads=again)
-    if table.cuts is None:
-        segment.histogram, extremes = _score_blocks(goal, shard, None if again else segment.add)
-    else:
+    if table.cuts is not None:
+        segment = _add_segment(table, shard)
         cut = table.cuts.add_shard(shard.rect, shard.tensor.device)
         segment.histogram, extremes = _score_blocks(goal, shard, segment.add, cut)
         _score_slabs(goal, shard, cut)
+        return [extremes]
+    again = _scores_again(goal, shard)
+    segment = _add_segment(table, shard, reads=again)
+    segment.histogram, extremes = _score_blocks(goal, shard, None if again else segment.add)
     return [extremes]
 
 
+def _scores_again(goal: Goal, shard: Shard) -> bool:
+    """Return whether each pass over the scores of a shard computes them again, to save memory."""
+    if goal.block == (1, 1):
+        return True  # scores as large as the weights
+    if shard.tensor.is_cpu or goal.by_element:
+        return False
+    return too_large(4 * grid_of(shard.rect, goal.block).blocks, shard.tensor.nbytes)
+
+
 def _add_segment(table: ScoredTable, shard: Shard, reads: bool = False) -> Segment:
-    """Return the segment for the scores of a shard; with ``reads``, they are computed again in each
-    pass."""
+    """Return the segment for the scores of a shard; with ``reads``, each pass computes them
+    again."""
     goal, grid = table.goal, grid_of(shard.rect, table.goal.block)
     segment = table.segments[shard.rect] = Segment(
         grid.row,
-        range(grid.col, grid.col + grid.cols),
+        range(grid.col, grid.col_end),
         goal.grid.cols,
         shard.tensor.device,
         read=partial(_bits_again, goal, shard) if reads else None,
@@ -423,69 +426,74 @@ def _add_segment(table: ScoredTable, shard: Shard, reads: bool = False) -> Segme
     return segment
 
 
-def cuts_of(goal: Goal) -> CutTable | None:
+def find_cuts(goal: Goal) -> CutTable | None:
     """Return the goal's cut blocks, or None if every block is within one shard.
 
     Raises:
         ValueError: a column border cuts blocks that are to lose only some of their elements.
     """
     data, block = goal.data, goal.block
-    rows = {rect.row // block[0] for rect in data.rects if rect.row % block[0]}
-    cols = {rect.col // block[1] for rect in data.rects if rect.col % block[1]}
+    rows = _cut_indices([rect.row for rect in data.rects], block[0])
+    cols = _cut_indices([rect.col for rect in data.rects], block[1])
     if goal.whole_columns and rows:
-        # One block row, the whole table: its blocks are exchanged as partial sums, however cut.
-        rows, cols = set(), set(range(goal.grid.cols))
+        # The only block row is the whole table. As a cut row, its owner would need all element
+        # scores; as cut columns, however the table is cut, one partial sum of each block.
+        rows, cols = (), tuple(range(goal.grid.cols))
     if goal.by_element and cols:
         raise ValueError(_cut_by_columns(goal))
-    if not rows and not cols:
-        return None
-    return CutTable(data, block, tuple(sorted(rows)), tuple(sorted(cols)), goal.by_element)
+    return CutTable(data, block, rows, cols, goal.by_element) if rows or cols else None
+
+
+def _cut_indices(borders: Iterable[int], size: int) -> tuple[int, ...]:
+    """Return the indices of the blocks of a size that borders cut, ascending."""
+    return tuple(sorted({border // size for border in borders if border % size}))
 
 
 def _cut_by_columns(goal: Goal) -> str:
-    borders = sorted({rect.col for rect in goal.data.rects if rect.col})
+    borders = sorted({rect.col for rect in goal.data.rects} - {0})
     common = math.gcd(*borders)
-    # Longer lists would not be read.
+    # At most 64: nobody reads a longer list.
     fits = [width for width in range(1, min(goal.block[1], 64)) if common % width == 0]
     return (
         f"Table {goal.data.name!r}: zeros_per_block={goal.zeros} is smaller than the block"
         f" {goal.block}, so a column border may not cut blocks, but borders are at columns"
-        f" {borders}; block widths that fit: {fits or [1]}."
+        f" {borders}; block widths that fit: {fits}."
     )
 
 
 def _score_blocks(
     goal: Goal, shard: Shard, hold: Callable[[Tensor], None] | None, cut: Partials | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the histogram and the extremes of the scores of a shard's whole blocks, and fill
-    ``cut`` with the partial sums of others.
+    """Return the histogram of the scores of a shard's whole blocks, and the least and largest
+    scores of its pieces. Fill ``cut`` with the partial sums of the other blocks.
 
     Args:
-        hold: takes pieces of the scores, with KEPT in the place of cut blocks.
+        hold: called with each piece of the scores, KEPT for cut blocks.
     """
     device = shard.tensor.device
     histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=device)
     extremes = [torch.empty(0, dtype=torch.int32, device=device)]
-    # Memory to work in: tensors between those that are kept would leave holes in the heap.
+    # One working buffer: short-lived tensors between held ones would leave holes in the heap.
     scratch = torch.empty(0, dtype=torch.int32)
     for first, bits in _score_pieces(goal, shard, cut):
         extremes.append(torch.stack(bits.aminmax()))
         if bits.is_cpu and _refused(extremes[-1]):
-            _find_refused(goal)  # negative numbers can't be counted
+            _find_refused(goal)  # bincount() takes no negative numbers
         if cut is not None:
             if cut.cuts_all:
-                continue  # nothing is held until the decision
+                continue  # nothing to hold: _note_decision() adds the decision itself
             cut.mark(bits, first)
         histogram += scoring.first_histogram(bits.view(-1), scratch)
         if hold is not None:
             hold(bits)
     if cut is not None:
-        histogram[-1].zero_()  # of KEPT
+        # The blocks marked KEPT. Their owner counts them. A NaN, counted here too, is in extremes.
+        histogram[-1].zero_()
     return histogram, torch.cat(extremes).long()
 
 
 def _score_slabs(goal: Goal, shard: Shard, cut: Partials) -> None:
-    """Score the elements of cut block rows, which their owner puts together."""
+    """Score the elements of cut block rows, which their owner scores as whole blocks."""
     rect = shard.rect
     for i in cut.rows:
         inner = rect.intersect(Rect(i * goal.block[0], rect.col, goal.block[0], rect.cols))
@@ -497,13 +505,15 @@ def _score_slabs(goal: Goal, shard: Shard, cut: Partials) -> None:
 def _score_pieces(
     goal: Goal, shard: Shard, cut: Partials | None = None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first block row, counted from the shard's own first, and the scores of pieces that
-    are worth the calls on them; int32 ``(block rows, block columns)``."""
+    """Yield the scores of a shard in pieces: the first block row, counted from the shard's first,
+    and int32 ``(block rows, block columns)``. Partial sums of cut blocks are stored in ``cut``."""
     grid = grid_of(shard.rect, goal.block)
     shape = goal.data.shape
     device = shard.tensor.device
     columns = torch.arange(grid.col, grid.col + grid.cols, device=device)
     widths = scoring.block_widths(shape, goal.block, columns)
+    # Chunks are as large as their float64 elements allow. Of tall or wide blocks they hold few
+    # scores: then several make a piece, to spare calls.
     waiting: list[Tensor] = []
     least = pieces_on(device).scores
     start = 0
@@ -513,32 +523,33 @@ def _score_pieces(
             cut.note(first, sums)
         waiting.append(scoring.to_scores(sums, grid.row + first, widths, shape, goal.block))
         if (last - start) * grid.cols >= least or last == grid.rows:
-            # One piece is not copied.
+            # torch.cat() would copy a single chunk too.
             scores = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
             yield start, scores.view(torch.int32)
             waiting, start = [], last
 
 
 def _score_all(goal: Goal, shard: Shard) -> tuple[Tensor, Tensor]:
-    """Return the scores of a shard that no border cuts, in one piece, and their histogram."""
+    """Return the scores of a shard without cut blocks, in one piece, and their histogram."""
     pieces: list[Tensor] = []
     histogram, _ = _score_blocks(goal, shard, pieces.append)
     return torch.cat(pieces), histogram
 
 
 def _bits_again(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
-    """Yield ``(start, scores)`` of a shard that no border cuts, int32, flat."""
+    """Yield ``(start, scores)`` of a shard without cut blocks, int32, flat."""
     for first, bits in _score_pieces(goal, shard):
         yield first * bits.shape[1], bits.view(-1)
 
 
 def _refused(extremes: Tensor) -> bool:
-    """Return whether a score is negative or not finite, from the least and the largest."""
+    """Return whether a score is negative or not finite, from the least and largest ones."""
     return bool(((extremes < 0) | (extremes >= NOT_FINITE)).any())
 
 
 def _find_refused(goal: Goal) -> None:
-    """Score a table again, to name the first score that is refused."""
+    """Score a table again. Raise a ValueError for the first score that is negative or not
+    finite."""
     for shard in goal.data.shards:
         grid = grid_of(shard.rect, goal.block)
         for first, bits in _score_pieces(goal, shard):
@@ -558,11 +569,11 @@ def _decide(goal: Goal, threshold: Threshold, own: Owned) -> Decision:
     """Return the removed flags of the cut blocks that this rank owns."""
     slabs: dict[int, Tensor] = {}
     for i, (segment, elements) in own.slabs.items():
-        gone = _removed(threshold, segment)
+        removed = _removed(threshold, segment)
         if goal.by_element:
-            slabs[i] = scoring.smallest_in_blocks(elements.float(), gone, goal.block, goal.zeros)
+            slabs[i] = scoring.smallest_in_blocks(elements.float(), removed, goal.block, goal.zeros)
         else:
-            slabs[i] = gone.flatten()
+            slabs[i] = removed.flatten()
     return Decision(_removed(threshold, own.columns), slabs)
 
 
@@ -572,9 +583,12 @@ def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     return threshold.removes(segment, 0, bits.view(-1)).view_as(bits)
 
 
-def _bits_of_batches(scored: Sequence[ScoredTable]) -> dict[tuple[object, int], NewBits]:
-    """Return the new masks of shards whose scores are stored with those of others, by the place of
-    their segments."""
+# The new masks of the shards that batches score, by batch and number in it.
+BatchMasks = dict[tuple[Batch | None, int], NewBits]
+
+
+def _masks_of_batches(scored: Sequence[ScoredTable]) -> BatchMasks:
+    """Return the new masks of the shards that batches score. Waits once for each batch."""
     limits: dict[Batch, dict[int, tuple[int, int]]] = {}
     for table in scored:
         threshold = table.threshold
@@ -582,25 +596,33 @@ def _bits_of_batches(scored: Sequence[ScoredTable]) -> dict[tuple[object, int], 
             if segment.batch is not None:
                 limit = threshold.bits, segment.places_upto(threshold.last)
                 limits.setdefault(segment.batch, {})[segment.number] = limit
-    made: dict[tuple[object, int], NewBits] = {}
+    masks: BatchMasks = {}
     for batch, of_tables in limits.items():
         for number, bits in batch.masks(of_tables).items():
-            made[batch, number] = bits
-    return made
+            masks[batch, number] = bits
+    return masks
 
 
-def _new_mask(
-    table: ScoredTable, shard: Shard, known: Mapping[tuple[object, int], NewBits]
-) -> NewMask:
-    """Return the new mask of one shard, from its scores and the decision on its cut blocks, unless
-    it is ``known``."""
+def _masks_of_table(table: ScoredTable, batch_masks: BatchMasks) -> NewMasks:
+    """Return the new masks of a table's shards."""
+    goal, threshold = table.goal, table.threshold
+    masks = [_new_mask(table, shard, batch_masks) for shard in goal.data.shards]
+    if goal.by_element:
+        # The number of removed blocks is not that of removed elements: edge blocks are smaller.
+        return NewMasks(masks, (1, 1), threshold)
+    return NewMasks(masks, goal.block, threshold, threshold.removed)
+
+
+def _new_mask(table: ScoredTable, shard: Shard, batch_masks: BatchMasks) -> NewMask:
+    """Return the new mask of one shard: of its batch, or from its scores and the decision on its
+    cut blocks."""
     goal, rect, threshold = table.goal, shard.rect, table.threshold
     segment = table.segments[rect]
-    if (bits := known.get((segment.batch, segment.number))) is not None:
+    if (bits := batch_masks.get((segment.batch, segment.number))) is not None:
         kept, dirty, removes = bits
         mask = BlockMask(rect, goal.block, kept)
         mask.learn_removes(removes)
-        # Without squares a score tells nothing of zeros: all that is removed is written.
+        # If a score of 0 does not mean zero weights, all that is removed is written.
         return NewMask(mask, dirty if goal.shows_zeros else ~kept)
     slabs: dict[int, Tensor] = {}
     if table.cuts is not None:
@@ -609,8 +631,8 @@ def _new_mask(
     if goal.by_element:
         return _mask_of_elements(table, shard, slabs)
     dirty_blocks: Dirty = "nonzero" if goal.shows_zeros else "removed"
-    # On a device all that is removed is written, in one pass. At a threshold of 0 all that is
-    # removed scores 0.
+    # An accelerator writes all that is removed, in one pass, without a list. And with a threshold
+    # of 0, all that is removed scores 0, so it is zero already.
     if not shard.tensor.is_cpu or (goal.shows_zeros and threshold.bits == 0):
         dirty_blocks = None
     scores = table.kept_scores(rect)
@@ -620,21 +642,21 @@ def _new_mask(
 
 
 def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:
-    """Put the decision on cut blocks in the place of their scores."""
-    known, decision = cuts.partials[rect], cuts.decisions[rect]
-    # Cut columns. What this shard has of a block may be zero although others have more: as a score
-    # of 0, which is always removed too.
-    marks = torch.where(known.clean, 0, REMOVED).to(torch.int32)
+    """Replace the scores of cut blocks by the decision of their owners."""
+    partials, decision = cuts.partials[rect], cuts.decisions[rect]
+    # Cut columns. The part of a removed block in this shard may be zero although the block is not.
+    # It gets the score 0 instead of REMOVED: removed with the block, but not dirty.
+    marks = torch.where(partials.clean, 0, REMOVED).to(torch.int32)
     columns = torch.where(decision.columns, marks, KEPT)
-    if known.cuts_all:
+    if partials.cuts_all:
         segment.add(columns)
     else:
         for first, bits in segment.pieces():
-            bits[:, known.cols] = columns[first : first + len(bits)]
+            bits[:, partials.cols] = columns[first : first + len(bits)]
     # Masks by element take the slabs as they are.
     if not cuts.by_element:
         for i, flags in decision.slabs.items():
-            at = i - known.grid.row
+            at = i - partials.grid.row
             segment.rows(at, at + 1).copy_(torch.where(flags, REMOVED, KEPT))
 
 
@@ -647,7 +669,8 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, slabs: Mapping[int, Tens
     goal = table.goal
     segment = table.segments[shard.rect]
     rect = shard.rect
-    height, grid = goal.block[0], grid_of(shard.rect, goal.block)
+    height = goal.block[0]
+    grid = grid_of(rect, goal.block)
     kept = BitWriter(rect.numel, shard.tensor.device)
     for start, stop in scoring.row_chunks(rect, goal.block, shard.tensor.device):
         first = (rect.row + start) // height - grid.row
@@ -655,12 +678,13 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, slabs: Mapping[int, Tens
         chosen = table.threshold.removes(segment, first * grid.cols, bits.flatten()).view_as(bits)
         offset = rect.row + start, rect.col
         scores = scoring.element_scores(shard.tensor[start:stop], goal.measure, offset)
-        gone = scoring.smallest_in_blocks(scores.float(), chosen, goal.block, goal.zeros)
+        removed = scoring.smallest_in_blocks(scores.float(), chosen, goal.block, goal.zeros)
         for i, flags in slabs.items():
+            # The first row of the slab in this shard, counted from the chunk.
             top = max(i * height, rect.row) - rect.row - start
             if 0 <= top < stop - start:
-                gone[top : top + flags.shape[0]] = flags
-        kept.add(~gone.flatten())
+                removed[top : top + flags.shape[0]] = flags
+        kept.add(~removed.flatten())
     mask = BlockMask(rect, (1, 1), kept.close())
-    # Scores are of blocks: nothing tells which of the removed elements are zero.
+    # A score is of a block: it does not tell which of the removed elements are zero.
     return NewMask(mask, ~mask.bits)

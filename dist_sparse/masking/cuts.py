@@ -1,16 +1,16 @@
 """Blocks that shard borders cut: one rank scores each, and sends its decision to all holders.
 
 Every block row of a table has an owner, rank ``block_row * world // block_rows``. The holders of a
-cut block send the owner what they know of it (:class:`Partials`), the owner scores it
-(:class:`Owned`) and returns its :class:`Decision`: one all-to-all each way, for all tables. Who
-holds what is known from metadata.
+cut block send the owner their parts (:class:`Partials`). The owner scores it (:class:`Owned`) and
+returns its :class:`Decision`: one all-to-all each way, for all tables. All ranks know from metadata
+who holds what, so messages need no header.
 
 - Blocks cut by a column border: float64 partial sums, which the owner adds in ascending column
   offset.
-- Block rows cut by a row border: the element scores of those few block rows; the owner puts the
-  slab together and scores it as if it had never been cut.
-- Whole columns: float64 partial sums too, one of each shard, which the owner adds in ascending row
-  offset. The elements of their only block row would be the whole table.
+- Block rows cut by a row border: element scores, which the owner assembles to a *slab*, the whole
+  block row, and scores as if it had never been cut.
+- Whole columns: float64 partial sums, one of each shard, which the owner adds in ascending row
+  offset. A slab would be the whole table.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of
 
 @dataclass
 class Partials:
-    """What a shard knows of its cut blocks.
+    """A shard's part of its cut blocks.
 
     Args:
         grid: of the shard.
         rows: its cut block rows.
         cols: its cut block columns, counted from its first.
-        sums: float64 ``(grid.rows, cut columns)``: partial sums, for every block row of the shard;
-            released once they are sent.
-        clean: bool, of the same shape: where they are 0.
-        elements: for each cut block row of the shard, float64 element scores
-            ``(its rows here, rect.cols)``.
+        sums: partial sums in cut columns, for every block row of the shard: float64
+            ``(grid.rows, cut columns)``; released once they are sent.
+        clean: whether each partial sum is 0, bool of the same shape.
+        elements: element scores of each cut block row, float64 ``(its rows in the shard,
+            rect.cols)``.
     """
 
     grid: Grid
@@ -56,8 +56,7 @@ class Partials:
         return self.clean.shape[1] == self.grid.cols
 
     def mark(self, bits: Tensor, first: int) -> None:
-        """Write KEPT in the place of the scores of cut blocks, in the block rows from ``first``
-        on."""
+        """Replace the scores of cut blocks by KEPT, in the block rows from ``first`` on."""
         bits[:, self.cols] = KEPT
         first += self.grid.row
         for i in self.rows:
@@ -65,14 +64,15 @@ class Partials:
                 bits[i - first] = KEPT
 
     def note(self, first: int, sums: Tensor) -> None:
-        """Note the sums ``(n, grid.cols)`` of all blocks of the block rows from ``first`` on."""
-        # A copy: the caller overwrites them.
+        """Store the sums of cut columns, from the sums ``(n, grid.cols)`` of all blocks, in the
+        block rows from ``first`` on."""
+        # A copy: the caller overwrites its sums.
         own = self.sums[first : first + len(sums)]
         own.copy_(sums[:, self.cols])
         torch.eq(own, 0, out=self.clean[first : first + len(sums)])
 
     def release(self) -> None:
-        """Drop what has been packed: the sums may take as much memory as the scores."""
+        """Free what has been sent: the sums may take as much memory as the scores."""
         self.sums = self.sums.new_zeros(0)
         self.elements = {}
 
@@ -87,10 +87,10 @@ class CutTable:
         by_element: masks are not constant on blocks.
 
     Attributes:
-        partials: what this rank's shards know of them; released once it is sent.
-        owned: those that this rank decides about, from :func:`exchange_partials` on.
-        decision: on these. Set it before :func:`return_decisions`.
-        decisions: on those of this rank's shards.
+        partials: the parts in this rank's shards; released once they are sent.
+        owned: the blocks that this rank decides about. :func:`exchange_partials` sets it.
+        decision: on the owned blocks. The caller sets it before :func:`return_decisions`.
+        decisions: on the blocks in this rank's shards. :func:`return_decisions` sets it.
     """
 
     # Metadata: the same on every rank.
@@ -118,27 +118,28 @@ class CutTable:
         """Return the cut block rows among ``rows``."""
         return self.rows[bisect_left(self.rows, rows.start) : bisect_left(self.rows, rows.stop)]
 
-    def places(self, grid: Grid) -> slice:
-        """Return which of ``cols`` are within a shard's grid."""
-        return slice(bisect_left(self.cols, grid.col), bisect_left(self.cols, grid.col + grid.cols))
+    def places(self, rect: Rect) -> slice:
+        """Return which of ``cols`` a shard has blocks of."""
+        grid = grid_of(rect, self.block)
+        return slice(bisect_left(self.cols, grid.col), bisect_left(self.cols, grid.col_end))
 
-    def cols_in(self, grid: Grid) -> tuple[int, ...]:
-        """Return the cut block columns within a shard's grid."""
-        return self.cols[self.places(grid)]
+    def cols_in(self, rect: Rect) -> tuple[int, ...]:
+        """Return the cut block columns that a shard has blocks of."""
+        return self.cols[self.places(rect)]
 
     def add_shard(self, rect: Rect, device: torch.device) -> Partials:
-        """Return what a shard knows of its cut blocks before it is scored: nothing."""
+        """Return a shard's part of its cut blocks, for :meth:`Partials.note` to fill."""
         grid = grid_of(rect, self.block)
-        cols = [j - grid.col for j in self.cols_in(grid)]
+        cols = [j - grid.col for j in self.cols_in(rect)]
         shape = grid.rows, len(cols)
-        made = self.partials[rect] = Partials(
+        partials = self.partials[rect] = Partials(
             grid,
             self.rows_in(range(grid.row, grid.row + grid.rows)),
             cols,
             torch.zeros(shape, dtype=torch.float64, device=device),
             torch.zeros(shape, dtype=torch.bool, device=device),
         )
-        return made
+        return partials
 
     def slab(self, row: int) -> Rect:
         """Return the elements of a whole block row."""
@@ -146,10 +147,10 @@ class CutTable:
         return Rect(top, 0, min(self.block[0], self.data.shape[0] - top), self.data.shape[1])
 
     def part_of_slab(self, rect: Rect, row: int) -> tuple[slice, ...]:
-        """Return what of the decision on a block row concerns the shard ``rect``."""
+        """Return which part of the decision on a slab the shard ``rect`` needs."""
         if not self.by_element:
             grid = grid_of(rect, self.block)
-            return (slice(grid.col, grid.col + grid.cols),)
+            return (slice(grid.col, grid.col_end),)
         inner = _common(rect, self.slab(row))
         top = inner.row - row * self.block[0]
         return slice(top, top + inner.rows), slice(rect.col, rect.col_end)
@@ -157,14 +158,14 @@ class CutTable:
     def parts(
         self, rects: Iterable[Rect], owner: int, size: int
     ) -> Iterator[tuple[Rect, range, int | None]]:
-        """Yield what of some shards the group rank ``owner`` decides about, in the order in which
-        it is sent both ways: the rectangle and its owned block rows, for their cut columns; then
-        each cut block row by itself, and its number."""
+        """Yield the parts of some shards that the group rank ``owner`` decides about, in the order
+        of the messages both ways: the rectangle and its owned block rows, for cut columns; then the
+        rectangle, each cut block row, and its number."""
         for rect in dict.fromkeys(rects):
             grid = grid_of(rect, self.block)
             owned = self.owned_rows(owner, size)
             first, last = max(grid.row, owned.start), min(grid.row + grid.rows, owned.stop)
-            if first < last and self.cols_in(grid):
+            if first < last and self.cols_in(rect):
                 yield rect, range(first, last), None
             for row in self.rows_in(range(first, last)):
                 yield rect, range(row, row + 1), row
@@ -175,10 +176,9 @@ class Owned:
     """The cut blocks of one table that this rank decides about.
 
     Args:
-        columns: scores of the blocks in cut block columns, over the owned block rows (rows cut as
-            well hold KEPT).
-        slabs: for each owned cut block row its scores, and the element scores ``(rows, width)``
-            they come from.
+        columns: scores of the blocks in cut block columns, over the owned block rows. Cut block
+            rows hold KEPT, as their slab decides.
+        slabs: by owned cut block row, its scores, and its element scores ``(rows, width)``.
     """
 
     columns: Segment
@@ -186,17 +186,17 @@ class Owned:
 
     @property
     def segments(self) -> list[Segment]:
-        """The scores of all of them."""
+        """The scores of all owned blocks."""
         return [self.columns, *(segment for segment, _ in self.slabs.values())]
 
 
 @dataclass
 class Decision:
-    """Which cut blocks are removed: of one shard, or of what a rank owns of a table.
+    """Which cut blocks are removed, of those in one shard, or of those that a rank owns.
 
     Args:
         columns: removed flags of the cut block columns, bool ``(block rows, cut columns)``;
-            undefined in block rows that are cut as well.
+            undefined in cut block rows.
         slabs: removed flags of each cut block row, bool ``(grid.cols,)`` by block, or
             ``(rows, columns)`` by element.
     """
@@ -219,7 +219,7 @@ def exchange_partials(tables: Sequence[CutTable], group: Group, device: torch.de
     arrivals = [_expect_partials(parcels, table, group) for table in tables]
     parcels.exchange(device)
     for table, arriving in zip(tables, arrivals, strict=True):
-        # In ascending column offset: a sum does not depend on the ranks it comes from.
+        # Ascending column offset: sums are added in the same order whatever rank sent them.
         arriving.sort(key=lambda part: (part[0].col, part[0].row))
         table.owned = _score_owned(table, arriving, group, device)
 
@@ -238,8 +238,8 @@ def return_decisions(tables: Sequence[CutTable], group: Group, device: torch.dev
         place.copy_(unpack(read(), place.numel()).view_as(place))
 
 
-# A part of a shard as in CutTable.parts(), and what reads it once it has arrived: float64 sums, or
-# element scores.
+# A part of a shard as in CutTable.parts(), and a function that reads it once it has arrived:
+# float64 sums or element scores.
 _Arrival = tuple[Rect, range, int | None, Callable[[], Tensor]]
 
 
@@ -259,7 +259,7 @@ def _expect_partials(parcels: Parcels, table: CutTable, group: Group) -> list[_A
     for sender in range(group.size):
         for rect, rows, row in table.parts(table.data.owned(sender), group.rank, group.size):
             if row is None:
-                shape = len(rows), len(table.cols_in(grid_of(rect, table.block)))
+                shape = len(rows), len(table.cols_in(rect))
             else:
                 shape = _common(rect, table.slab(row))[2:]
             arriving.append((rect, rows, row, parcels.expect(sender, shape, torch.float64)))
@@ -277,22 +277,22 @@ def _score_owned(
     for i in table.rows_in(owned):
         slabs[i] = torch.zeros(table.slab(i)[2:], dtype=torch.float64, device=device)
     for rect, rows, row, read in arriving:
-        # Elements go to their place in the slab; sums are added.
+        # Partial sums are added. Element scores are copied to their place in the slab.
         if row is None:
             at = slice(rows.start - owned.start, rows.stop - owned.start)
-            sums[at, table.places(grid_of(rect, table.block))] += read()
+            sums[at, table.places(rect)] += read()
         else:
             inner = _common(rect, table.slab(row))
             top = inner.row - table.slab(row).row
             slabs[row][top : top + inner.rows, inner.col : inner.col_end] = read()
     scores = _scores(table, sums, owned.start, table.cols)
-    # The slabs decide about the rows that are cut as well.
+    # In cut block rows, slabs decide about cut columns too.
     scores[[i - owned.start for i in slabs]] = KEPT
     result = Owned(Segment(owned.start, table.cols, table.grid.cols, device), {})
     result.columns.add(scores)
     every = range(table.grid.cols)
     for i, slab_scores in slabs.items():
-        # One block row, so one chunk: summed as if it had never been cut.
+        # One block row is one chunk of block_sums(): summed as if it had never been cut.
         _, folded = next(block_sums(slab_scores, table.slab(i), table.block, "given"))
         segment = Segment(i, every, table.grid.cols, device)
         segment.add(_scores(table, folded, i, every))
@@ -315,7 +315,7 @@ def _send_decision(parcels: Parcels, table: CutTable, group: Group) -> None:
         for rect, rows, row in table.parts(table.data.tiling[holder], group.rank, group.size):
             if row is None:
                 inner = slice(rows.start - owned.start, rows.stop - owned.start)
-                flags = decision.columns[inner, table.places(grid_of(rect, table.block))]
+                flags = decision.columns[inner, table.places(rect)]
             else:
                 flags = decision.slabs[row][table.part_of_slab(rect, row)]
             parcels.send(holder, pack(flags.flatten()))
@@ -324,12 +324,11 @@ def _send_decision(parcels: Parcels, table: CutTable, group: Group) -> None:
 def _expect_decisions(
     parcels: Parcels, table: CutTable, group: Group, device: torch.device
 ) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
-    """Note the decisions on this rank's shards: yield bool tensors, and functions that read the
-    packed flags that go into each once they have arrived."""
+    """Add empty decisions on this rank's shards. Yield each bool tensor to fill, and a function
+    that reads its packed flags once they have arrived."""
     rects = table.data.tiling[group.rank]
     for rect in rects:
-        grid = grid_of(rect, table.block)
-        shape = grid.rows, len(table.cols_in(grid))
+        shape = grid_of(rect, table.block).rows, len(table.cols_in(rect))
         columns = torch.zeros(shape, dtype=torch.bool, device=device)
         table.decisions[rect] = Decision(columns, {})
     for owner in range(group.size):

@@ -1,8 +1,8 @@
 """What differs between CPUs and accelerators in a mask update: sizes of pieces, counting, copies.
 
 A CPU works on pieces that stay in its caches, and reads a value for free. On an accelerator each
-operation on a piece is a launch, and each value that the host reads is a wait: pieces are large,
-and counts stay on the device until one copy brings those of all tables. The integers are the same.
+operation is a launch, and each value that the host reads is a wait. So pieces are large there, and
+the counts of all tables stay on the device until one copy. The counts are the same on both.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dist_sparse.tables.shards import Block, Rect, grid_of
 
 @dataclass(frozen=True)
 class Pieces:
-    """How much a mask update does at a time on a device.
+    """Sizes of the pieces that a mask update works on.
 
     Args:
         elements: most elements scored at a time, as float64.
         least: fewest elements scored at a time, unless the shard has fewer.
-        chunks: a shard is scored in so many chunks, within the two limits above.
-        scores: fewest scores to check and count at a time, unless the shard has fewer.
+        chunks: chunks in which a shard is scored, within the two limits above.
+        scores: fewest scores checked and counted at a time, unless the shard has fewer.
         flags: flags of a mask expanded at a time.
         hashed: bytes hashed at a time.
     """
@@ -40,20 +40,20 @@ class Pieces:
     hashed: int
 
 
-# 8 MiB of float64 is about what the last-level cache of one core keeps. The first of several chunks
-# writes into fresh memory, whose pages are mapped in while it does, which takes longer than
-# scoring. Scores are few enough to be in the cache still, and enough to make the calls worth it.
+# 8 MiB of float64 is about one core's share of the last-level cache. The first chunk writes to
+# fresh memory, and mapping its pages takes longer than scoring: hence several chunks, which reuse
+# it. 1 MiB of scores is still in the cache when they are counted, and outweighs the calls.
 ON_CPU = Pieces(
     elements=1 << 20, least=1 << 18, chunks=8, scores=1 << 18, flags=1 << 20, hashed=1 << 22
 )
 
-# Large chunks take the time of their memory, not that of their launches; with 64 of a shard,
-# the float64 elements of one take at most 3% of a float32 table. (C4)
+# Large chunks are bound by memory, not by launches. With 64 chunks a shard, the float64 elements of
+# one take at most 3% of the memory of a float32 table.
 ON_ACCELERATOR = Pieces(
     elements=1 << 26, least=1 << 21, chunks=64, scores=1 << 22, flags=1 << 23, hashed=1 << 26
 )
 
-# Copies of each counter: additions to one address wait for each other.
+# Copies of each counter: atomic additions to one address wait for each other.
 _LANES = 256
 
 
@@ -63,8 +63,8 @@ def pieces_on(device: torch.device) -> Pieces:
 
 
 def count_each(at: Tensor, buckets: int) -> Tensor:
-    """Return how often each number below ``buckets`` is in ``at``, int64 ``(buckets,)``, without
-    waiting for the device, as torch.bincount does to learn the largest number.
+    """Return how often each number below ``buckets`` is in ``at``, int64 ``(buckets,)``. Does not
+    wait for the device, unlike torch.bincount, which reads the largest number.
 
     Args:
         at: int32 ``(n,)``, contiguous; overwritten.
@@ -82,14 +82,15 @@ def count_within(keys: Tensor, low: int, shift: int, buckets: int) -> Tensor:
     """Return how many of ``keys`` ``(n,)`` fall into each of the buckets of ``2**shift`` numbers
     from ``low`` on, int64 ``(buckets,)``, as :func:`count_each`."""
     at = (keys - low).bitwise_right_shift_(shift)
-    # What is outside has a bucket at either end: to leave it out would wait for the device.
+    # Keys outside are counted in one more bucket at either end. Filtering them out would need their
+    # number, and so wait for the device.
     at = at.clamp_(-1, buckets).add_(1).to(torch.int32)
     return count_each(at, buckets + 2)[1:-1]
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of one dtype in CPU memory; those of an accelerator are copied at once, with
-    one wait."""
+    """Return tensors of one dtype in CPU memory. All tensors of an accelerator are copied together,
+    with one wait."""
     found = list(tensors)
     away: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -103,13 +104,14 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-# Places in a list are int32, and a program looks at some behind the last.
+# Places in a list are int32, and a kernel computes some past the end of its last tile.
 _MOST = (1 << 31) - (1 << 20)
 
-# Behind all places in a list, and above all scores.
+# Larger than every place in a list, and than every score.
 NO_PLACE = (1 << 31) - 1
 
-# Elements of a block that kernels add up in torch's order.
+# Block widths that kernels sum in torch's order: up to 16 neighbours in pairs, then in 16 partial
+# sums. Beyond 4096, torch sums parts first.
 _WIDTHS = {1, 2, 4, 8, *range(16, 4097, 16)}
 
 
@@ -120,23 +122,25 @@ def kernels_on(device: torch.device) -> Any:
     return importlib.import_module("dist_sparse.masking.kernels")
 
 
-def flat_width(rect: Rect, block: Block, tensor: Tensor) -> int | None:
-    """Return the elements of a block of the shard ``rect`` if the kernels can take it, else
-    None."""
-    if kernels_on(tensor.device) is None:
-        return None
+def row_block_width(rect: Rect, block: Block) -> int | None:
+    """Return the width of the shard's blocks if each is part of one row and no border cuts any,
+    else None."""
     grid = grid_of(rect, block)
     width = rect.cols if grid.cols == 1 else block[1]
-    equal = block[0] == 1 and rect.cols == grid.cols * width
-    uncut = grid.cols == 1 or rect.col % width == 0
-    if not (equal and uncut and tensor.is_contiguous() and 0 < grid.blocks < _MOST):
+    # A cut block would make the blocks that touch the shard wider than the shard.
+    return width if block[0] == 1 and rect.cols == grid.cols * width else None
+
+
+def flat_width(rect: Rect, block: Block, tensor: Tensor) -> int | None:
+    """Return the width of the shard's blocks if kernels can take the shard, else None."""
+    if kernels_on(tensor.device) is None:
         return None
-    # Neighbours are added in pairs, or 16 sums are taken beside each other. Of wider blocks torch
-    # adds up parts first.
-    return width if width in _WIDTHS else None
+    width = row_block_width(rect, block)
+    fits = width in _WIDTHS and 0 < grid_of(rect, block).blocks < _MOST
+    return width if fits and tensor.is_contiguous() else None
 
 
 def too_large(nbytes: int, weights: int) -> bool:
-    """Whether so many bytes may not be held beside ``weights`` bytes of a shard on an accelerator,
-    where tables fill the memory."""
+    """Return whether so many bytes are too many to hold in addition to the ``weights`` bytes of a
+    shard on an accelerator, where tables fill the memory: 5% is the limit."""
     return nbytes * 20 > weights

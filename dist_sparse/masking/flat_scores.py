@@ -1,16 +1,16 @@
 """Mask updates of shards that are flat sequences of equal blocks, by Triton kernels on CUDA.
 
-Blocks are parts of a row, as wide as a kernel can add up in the CPU's order, and no border cuts
-one. The shards of many tables share each launch. Weights are read once if their scores are held,
-and else twice:
+Blocks are parts of a row that no border cuts, of a width that a kernel can sum in the CPU's order.
+The shards of many tables share each launch. Weights are read once if their scores are held, and
+twice otherwise:
 
-1. score all blocks, and count their leading bits;
-2. count the blocks in the bucket that holds the threshold. If scores are not held, list these few
-   blocks, and decide about all others;
-3. count among what is held or listed;
-4. decide about all held scores, or about the listed blocks.
+1. Score all blocks, and count their leading bits.
+2. Count the blocks in the bucket that holds the threshold. If scores are not held, list these few
+   blocks, and decide about all others.
+3. Count the held scores or listed blocks.
+4. Decide about all held scores, or about the listed blocks.
 
-Everywhere else torch's own operations do the same, and are the oracle in tests.
+Elsewhere torch's operations do the same; tests compare the kernels with them.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ _LISTED = 8
 
 
 def _fits(listed: int, weights: Tensor) -> bool:
-    """Whether so many blocks of a shard may be listed. Twice as much as is held for sure: rarely
-    does a bucket hold as many, and without a list all weights are read twice more."""
+    """Return whether so many blocks of a shard may be listed. The limit is twice that of held
+    scores: a bucket rarely has as many blocks, and without a list all weights are read two more
+    times."""
     return not too_large(_LISTED * listed, 2 * weights.nbytes)
 
 
 @dataclass(eq=False)
 class _Narrowed:
-    """A shard in which all is decided but the listed blocks, which score from ``low`` to ``high``.
+    """A shard whose blocks are decided, except for the listed ones, which score from ``low`` to
+    ``high``.
 
     Args:
         scores: of the listed blocks, int32.
         places: of the listed blocks, int32.
         kept: bits, as words of 32; listed blocks are still kept.
         dirty: bits of the same form.
-        removed: number of blocks removed so far, int64 ``()``, once it is launched.
+        removed: number of blocks removed so far, int64 ``()``; set after the launch.
     """
 
     low: int
@@ -78,8 +80,8 @@ class FlatScores:
         measure: ByTotals | str,
         totals: Sequence[RowTotals],
     ) -> None:
-        # Kernels read them one after the other.
-        self._totals = [known._replace(total=known.total.contiguous()) for known in totals]
+        # Kernels index totals by row or element.
+        self._totals = [one._replace(total=one.total.contiguous()) for one in totals]
         self._weights = [tensor for _, tensor in shards]
         rects = [rect for rect, _ in shards]
         self._grids = list(map(grid_of, rects, blocks))
@@ -102,7 +104,7 @@ class FlatScores:
             self.held = [self._ints(grid.blocks) for grid in self._grids]
 
     def first_histograms(self) -> Tensor:
-        # Zeros are what is below 1.
+        # Zeros, below 1, are counted as removed; the other scores by their leading bits.
         task = {"low": 1, "high": NO_PLACE, "shift": LEADING_SHIFT}
         jobs = [self._on_weights(number)._replace(**task) for number in range(len(self._grids))]
         for i, scores in enumerate(self.held):
@@ -138,12 +140,12 @@ class FlatScores:
             found |= self._sweep(to_narrow, buckets, lists=True, packs=True)
         for number, made in narrowed.items():
             made.removed = found[number][0]
-        # Not before: they are read from here on.
+        # Only now: _sweep() reads the lists of self._narrowed.
         self._narrowed |= narrowed
         return [found[number][1:] for number in prefixes]
 
     def ties(self, wanted: Mapping[int, tuple[int, int]]) -> Mapping[int, Tensor]:
-        # None of tables where the list may take too much memory.
+        # Tables whose list may take too much memory are left out.
         found: dict[int, Tensor] = {}
         few = {
             number: most
@@ -181,22 +183,24 @@ class FlatScores:
         swept = self._sweep(tasks, packs=True)
         removed += [(number, counts[0]) for number, counts in swept.items()]
         counted = on_host([count.view(1) for _, count in removed])
-        removing = {number for (number, _), count in zip(removed, counted, strict=True) if count}
+        removes = dict.fromkeys(limits, False)
+        for (number, _), count in zip(removed, counted, strict=True):
+            removes[number] |= bool(count)
         made: dict[int, NewBits] = {}
         for number, (kept, dirty) in words.items():
             whole = slice(self._grids[number].bytes)
             kept, dirty = kept.view(torch.uint8)[whole], dirty.view(torch.uint8)[whole]
-            made[number] = kept, dirty, number in removing
+            made[number] = kept, dirty, removes[number]
         return made
 
     def _words(self, number: int) -> Tensor:
-        """Return memory for a bit of each block, int32, for atomic operations on words."""
+        """Return memory for a bit of each block: int32, as atomic operations need words."""
         return self._ints(-(-self._grids[number].blocks // 32))
 
     def _sweep(
         self, tasks: Mapping[int, Mapping[str, int]], buckets: int = 0, **does: bool
     ) -> dict[int, Tensor]:
-        """Return the counts of each shard with a task, from scores where they are known."""
+        """Return the counts of each shard with a task, from held or listed scores if possible."""
         launches: dict[tuple[bool, Any], dict[int, Any]] = {}
         for number, task in tasks.items():
             how, job = self._source(number, task["low"], task["high"])
@@ -215,12 +219,12 @@ class FlatScores:
         job = self._kernels.Job(self._weights[number].data_ptr(), grid.blocks)
         if not self._totals:
             return job
-        known = self._totals[number]
-        # A table of int64 holds the bits of float64.
-        numbers = struct.pack("ddd", known.initial, known.share, known.most)
+        totals = self._totals[number]
+        # All fields of a job are int64: these have the bits of float64.
+        numbers = struct.pack("ddd", totals.initial, totals.share, totals.most)
         initial, share, most = struct.unpack("qqq", numbers)
         return job._replace(
-            totals=known.total.data_ptr(),
+            totals=totals.total.data_ptr(),
             per_row=grid.cols,
             initial=initial,
             share=share,
@@ -228,21 +232,22 @@ class FlatScores:
         )
 
     def _listed(self, number: int, low: int, high: int) -> _Narrowed | None:
-        """Return the list of a shard if it decides about scores from ``low`` to ``high``."""
-        found = self._narrowed.get(number)
-        # Of a limit just below the list, nothing in it is removed.
-        return found if found and found.low - 1 <= low <= high <= found.high else None
+        """Return the list of a shard if it has all blocks with scores from ``low`` to ``high``."""
+        narrowed = self._narrowed.get(number)
+        # low - 1 too: a pool may move the threshold just below the list, which removes none of it.
+        inside = narrowed and narrowed.low - 1 <= low <= high <= narrowed.high
+        return narrowed if inside else None
 
     def _source(self, number: int, low: int, high: int) -> tuple[tuple[bool, Any], Any]:
-        """Return whether a launch reads a list and how it scores, for what scores from ``low`` to
+        """Return whether a launch reads a list and how it scores, for scores from ``low`` to
         ``high``, and its job on the shard."""
-        job, known = self._kernels.Job, self._kernels.SCORES
+        job, given = self._kernels.Job, self._kernels.SCORES
         if self.held:
             scores = self.held[number]
-            return (False, known), job(scores.data_ptr(), scores.numel())
+            return (False, given), job(scores.data_ptr(), scores.numel())
         if narrowed := self._listed(number, low, high):
             scores, places = narrowed.scores, narrowed.places
-            return (True, known), job(scores.data_ptr(), scores.numel(), listed=places.data_ptr())
+            return (True, given), job(scores.data_ptr(), scores.numel(), listed=places.data_ptr())
         return (False, self._scoring), self._on_weights(number)
 
 

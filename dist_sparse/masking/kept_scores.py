@@ -1,8 +1,8 @@
 """Score cache of one shard: a mask update scores only the rows written since the last one.
 
-For blocks one row high and at least 32 columns wide, of large shards whose every write is seen: 4
-bytes a block, the histogram of the scores, and the places of those near the threshold while it
-moves. Scores and masks are those of scoring every row, bit for bit.
+For blocks one row high and at least 32 columns wide, in large shards whose every write is tracked.
+Holds 4 bytes a block, the histogram of the scores, and the places of the scores near the threshold
+while it moves. Scores and masks equal those of scoring every row, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 # numbers in it, int64 `(n,)`, and returns element scores, float64 of the same shape.
 RowMeasure = Literal["L1", "L2"] | Callable[[Tensor, Tensor], Tensor]
 
-# If one row in so many was written, one pass over all rows is as quick; so is one over all scores,
-# if one in so many is near the threshold.
+# If one row in so many was written, scoring all rows is as fast. If one score in so many is near
+# the threshold, reading all scores is as fast.
 _MANY = 4
 
-# Scores read at a time: they stay in the cache.
+# Scores read at a time: 1 MiB, which stays in the cache.
 _CHUNK = 1 << 18
 
-# Scores from which the range of those near the threshold is estimated.
+# Size of the sample from which the range near the threshold is estimated.
 _SAMPLE = 1 << 12
 
-# To each side of the threshold, one score in so many is near it.
+# On each side of the threshold, one score in so many counts as near it.
 _MARGIN = 16
 
 
@@ -52,7 +52,8 @@ class Written(Protocol):
     """The rows of a shard that may have been written since :meth:`clear`."""
 
     def rows(self) -> Tensor | None:
-        """Return their numbers, int64 ``(n,)``, ascending; None if it may be any."""
+        """Return their numbers, int64 ``(n,)``, ascending; None if any row may have been
+        written."""
         ...
 
     def add(self, rows: Tensor) -> None:
@@ -68,7 +69,7 @@ class KeptScores:
     """Scores of the blocks of one shard.
 
     Args:
-        written: of the shard.
+        written: the rows of the shard written since the last update.
 
     Attributes:
         written: see above.
@@ -81,42 +82,42 @@ class KeptScores:
     def __init__(self, written: Written) -> None:
         self.age = 0
         self.written = written
-        self._known: Any = None
-        # The mask last made with its threshold, and the places scored since.
-        self._made: tuple[BlockMask, Threshold] | None = None
-        self._since: list[Tensor] = []
+        # What the scores were computed from besides weights: if it differs, all are out of date.
+        self._scored_for: Any = None
+        # The last new mask with its threshold, and the places that were scored since.
+        self._last: tuple[BlockMask, Threshold] | None = None
+        self._changed: list[Tensor] = []
 
     def update(
         self,
         shard: Shard,
-        shape: tuple[int, int],
-        block: Block,
         keeping: Keeping,
         score_all: Callable[[], tuple[Tensor, Tensor]],
     ) -> None:
-        """Score the rows that were written; or every row, if it may be any, or if something else
-        has changed.
+        """Score the rows that were written. Score every row if any may have been written, or if
+        something else has changed.
 
         Args:
             shard: live.
-            shape: of the whole table.
-            block: one row high.
-            keeping: of the table.
-            score_all: returns the scores of all rows and their histogram. What it raises leaves
-                nothing known.
+            keeping: of the shard.
+            score_all: returns the scores of all rows and their histogram. If it raises, nothing is
+                kept.
         """
-        known = shard.tensor.data_ptr(), shard.rect, shape, block, keeping.of[shard.rect]
+        table = keeping.shape, keeping.block
+        scored_for = shard.tensor.data_ptr(), shard.rect, table, keeping.version
         rows: Tensor | None = None
-        if known == self._known and self.age + 1 < keeping.full_every:
+        if scored_for == self._scored_for and self.age + 1 < keeping.full_every:
             rows = self.written.rows()
-        if self._score(shard, shape, block, keeping, rows):
+        if self._score(shard, keeping, rows):
             self.age += 1
         else:
             # Forget first: score_all() may raise.
-            self._known = self._made = None
-            self._since = []
+            self._scored_for = self._last = None
+            self._changed = []
             self.scores = IndexedScores(*score_all())
-            self._known, self.age = known, 0
+            self._scored_for = scored_for
+            self.age = 0
+        # Last: rows that were not scored must count as written in the next update too.
         self.written.clear()
 
     def fill(self, segment: Segment) -> None:
@@ -134,41 +135,46 @@ class KeptScores:
         threshold: Threshold,
         dirty_blocks: Dirty,
     ) -> NewMask:
-        """Return the new mask of the shard: made from the last one and what may have changed since,
-        or by a pass over all scores where that is as quick.
+        """Return the new mask of the shard: the last one with the bits that may have changed, or
+        from all scores where that is as fast.
 
         Args:
             rect, block: of the mask.
-            segment: of the scores.
+            segment: the scores.
             threshold: of the table.
-            dirty_blocks: removed blocks that may not be zero yet.
+            dirty_blocks: the removed blocks that may not be zero already.
         """
         if self.age > 0:
-            # The enforcer sees all writes: it has zeroed what was removed before.
+            # Every row was scored under the enforcer, which has zeroed all writes to removed ones.
             dirty_blocks = None
         mask = self._changed_mask(segment, threshold) if dirty_blocks is None else None
         dirty: Tensor | None = None
         if mask is None:
             mask, dirty = mask_of_blocks(rect, block, segment, threshold, dirty_blocks)
         if dirty is not None:
-            # They are about to be zeroed, whether the masks before removed them or not.
+            # The mask update is about to zero them, which no backward reports.
             self.written.add(positions(dirty) // mask.grid.cols)
-        self._made, self._since = (mask, threshold), []
+        self._last = mask, threshold
+        self._changed = []
         return NewMask(mask, dirty)
 
     def _changed_mask(self, segment: Segment, threshold: Threshold) -> BlockMask | None:
-        """Return the last mask with the bits that may have changed; itself, if none has. None if
-        there is no last mask, or if a pass over all scores is as quick."""
-        if self._made is None:
+        """Return the last mask with the bits that may have changed; the same object if none has.
+        None if there is no last mask, or if a pass over all scores is as fast."""
+        if self._last is None:
             return None
-        mask, before = self._made
-        changed = [*self._since]
+        mask, before = self._last
+        changed = [*self._changed]
         if threshold != before:
-            low, high = sorted((before, threshold), key=lambda each: each.bits)
-            # With an index limit at the lower score, some of the blocks that tie there may flip.
-            limits = {each.last for each in (before, threshold) if each.bits == low.bits}
-            least = low.bits + 1 if limits == {None} else low.bits
-            between = self.scores.within(least, high.bits)
+            # Only blocks with scores between the two thresholds may flip. Blocks at the lower score
+            # flip only if an index limit splits them; else they are left out, since at a threshold
+            # of 0 they are many.
+            low = min(before.bits, threshold.bits)
+            least = low + 1
+            for limit in (before, threshold):
+                if limit.bits == low and limit.last is not None:
+                    least = low
+            between = self.scores.within(least, max(before.bits, threshold.bits))
             if between is None:
                 return None
             changed.append(between)
@@ -177,45 +183,39 @@ class KeptScores:
             mask = mask.changed(places, ~removed)
         return mask
 
-    def _score(
-        self,
-        shard: Shard,
-        shape: tuple[int, int],
-        block: Block,
-        keeping: Keeping,
-        rows: Tensor | None,
-    ) -> bool:
-        """Score these rows. False, with nothing changed, if it may be any row, if there are many,
-        or if a score is negative or not finite."""
+    def _score(self, shard: Shard, keeping: Keeping, rows: Tensor | None) -> bool:
+        """Score these rows, and return True. Return False, with nothing changed, if ``rows`` is
+        None (any row may have been written), if there are many, or if a score is negative or not
+        finite: scoring all rows then reports it."""
         if rows is None or rows.numel() * _MANY >= shard.rect.rows:
             return False
-        mask, measure = keeping.masks[shard.rect], keeping.measure[shard.rect]
+        mask = keeping.masks[shard.rect]
         zeros = rows[:0]
-        if isinstance(measure, str) and mask.grid.cols == 1 and mask.block == block:
-            # What the mask removes was zeroed before weights are scored, whatever has written it.
+        by_norm = isinstance(keeping.measure, str)
+        if by_norm and mask.grid.cols == 1 and mask.block == keeping.block:
+            # Removed rows were zeroed before scoring, so they score 0 without being read.
             kept = mask.keeps(rows)
             rows, zeros = rows.masked_select(kept), rows.masked_select(~kept)
-        cols = grid_of(shard.rect, block).cols
-        scored = _scores_of_rows(shard, shape, block, measure, rows)
+        cols = grid_of(shard.rect, keeping.block).cols
+        scored = _scores_of_rows(shard, keeping, rows)
         new = torch.cat([torch.zeros(len(zeros), cols), *scored]).view(torch.int32).view(-1)
-        # Negative floats are negative as integers too.
+        # The bits of negative floats are negative integers.
         if bool(((new < 0) | (new >= NOT_FINITE)).any()):
             return False
-        places = torch.cat([zeros, rows])
-        if cols > 1:
-            places = (places.unsqueeze(1) * cols + torch.arange(cols)).view(-1)
+        first = torch.cat([zeros, rows]) * cols
+        places = (first.unsqueeze(1) + torch.arange(cols)).view(-1)
         self.scores.replace(places, new)
-        self._since.append(places)
-        if sum(map(len, self._since)) * _MANY > self.scores.bits.numel():
-            # Scored often without a mask made from it.
-            self._made, self._since = None, []
+        self._changed.append(places)
+        if sum(map(len, self._changed)) * _MANY > self.scores.bits.numel():
+            # Many scores changed since the last new mask: a pass over all of them is as fast.
+            self._last = None
+            self._changed = []
         return True
 
 
-def _scores_of_rows(
-    shard: Shard, shape: tuple[int, int], block: Block, measure: RowMeasure, rows: Tensor
-) -> Iterator[Tensor]:
+def _scores_of_rows(shard: Shard, keeping: Keeping, rows: Tensor) -> Iterator[Tensor]:
     """Yield the scores of some rows of a shard, float32 ``(n, block columns)``."""
+    shape, block, measure = keeping.shape, keeping.block, keeping.measure
     grid = grid_of(shard.rect, block)
     widths = block_widths(shape, block, torch.arange(grid.col, grid.col + grid.cols))
     for some in torch.split(rows, max(1, ON_CPU.elements // shard.rect.cols)):
@@ -231,19 +231,23 @@ def _scores_of_rows(
 
 @dataclass(frozen=True)
 class Keeping:
-    """The kept scores of the shards of one table, and how rows that were written are scored.
+    """The kept scores of one shard, and how its written rows are scored.
 
     Args:
-        scores: of the shards whose scores are kept.
-        measure: how the elements of each are scored.
-        of: what else decides about the scores of each: if it changes, every row is scored.
-        masks: the present mask of each: what it removes is zero.
-        full_every: every row is scored at least in one of so many updates.
+        kept: its scores so far.
+        measure: how elements are scored.
+        version: everything else that the scores depend on. If it changes, every row is scored.
+        shape: of the whole table.
+        block: one row high.
+        masks: the current masks of the table's shards. Removed elements are zero.
+        full_every: at least one of so many updates scores every row.
     """
 
-    scores: Mapping[Rect, KeptScores]
-    measure: Mapping[Rect, RowMeasure]
-    of: Mapping[Rect, object]
+    kept: KeptScores
+    measure: RowMeasure
+    version: object
+    shape: tuple[int, int]
+    block: Block
     masks: Mapping[Rect, BlockMask]
     full_every: int
 
@@ -251,14 +255,14 @@ class Keeping:
 class IndexedScores:
     """Incrementally updated scores of one shard's blocks, on a CPU, indexed near the threshold.
 
-    Of the three rounds of a selection, the counts of the first two are corrected for the scores
-    that change; the third and the blocks between two thresholds need only the scores near the
-    threshold, whose places are known. What is not known is found by a pass over all scores, and
-    kept while it is used.
+    A selection has three rounds. The counts of the first two are corrected when scores change. The
+    third round, and the blocks between two thresholds, need only the scores near the threshold,
+    whose places are indexed. What is missing is found by a pass over all scores, and kept as long
+    as each selection uses it.
 
     Args:
-        bits: float32 scores as int32, ``(rows, block columns)``; changed by :meth:`replace` alone.
-        histogram: of all of them, int64 ``(HISTOGRAM,)``; likewise.
+        bits: float32 scores as int32, ``(rows, block columns)``; only :meth:`replace` changes it.
+        histogram: of all scores, int64 ``(HISTOGRAM,)``; likewise.
     """
 
     def __init__(self, bits: Tensor, histogram: Tensor) -> None:
@@ -278,7 +282,8 @@ class IndexedScores:
         self.histogram += first_histogram(new) - first_histogram(old)
         self.bits.view(-1).index_copy_(0, places, new)
         if not self._used:
-            # No selection has asked since the last change: to update them costs more than it saves.
+            # No selection has read the index since the last change: correcting it would cost more
+            # than it saves.
             self._bucket = self._near = None
         self._used = False
         if self._bucket is not None:
@@ -293,7 +298,7 @@ class IndexedScores:
     def counts(self, prefix: int, before: int, shift: int, buckets: int) -> Tensor | None:
         """Return how many of the scores other than 0 that have the prefix (all bits from ``before``
         on) fall into each bucket of the next bits, int64 ``(buckets,)``; None if a pass over all
-        scores is as quick."""
+        scores is as fast."""
         if before == LEADING_SHIFT:
             return self._second_round(prefix, shift, buckets)
         # Zeros have a bucket of their own in the first round.
@@ -302,8 +307,9 @@ class IndexedScores:
 
     def within(self, least: int, most: int) -> Tensor | None:
         """Return the flat places of the scores from ``least`` to ``most``, int32 or int64 ``(n,)``,
-        in no order; None if there are so many that a pass over all scores is as quick."""
+        in no order; None if there are so many that a pass over all scores is as fast."""
         near = self._near
+        # ``near`` has the scores above its lower end, and up to its upper end.
         if near is None or least <= near.low or most > near.high:
             near = self._find_near(least, most)
         if near is None:
@@ -321,15 +327,16 @@ class IndexedScores:
         return bucket.counts
 
     def _moved(self, near: _Near, places: Tensor, old: Tensor, new: Tensor) -> _Near | None:
-        """Return ``near`` once some scores have changed; None if it holds too many now."""
-        low, high, known = near
+        """Return ``near`` corrected for some changed scores; None if it has too many now."""
+        low, high, before = near
         entering = _within(new, low, high) & ~_within(old, low, high)
-        staying = known.masked_select(_within(self.at(known), low, high))
-        found = torch.cat([staying, places.masked_select(entering).to(known.dtype)])
-        return _Near(low, high, found) if self._is_few(found) else None
+        staying = before.masked_select(_within(self.at(before), low, high))
+        after = torch.cat([staying, places.masked_select(entering).to(before.dtype)])
+        return _Near(low, high, after) if self._is_few(after) else None
 
     def _find_near(self, least: int, most: int) -> _Near | None:
-        """Return the scores from ``least`` to ``most`` and some around them; None for too many."""
+        """Return the places of the scores from ``least`` to ``most`` and of some on both sides, so
+        that the next thresholds are within too; None if they are too many."""
         flat = self.bits.view(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].sort().values
         margin = len(sample) // _MARGIN
@@ -339,12 +346,13 @@ class IndexedScores:
             return None
         low = min(least - 1, int(sample[max(0, first - margin)]))
         high = max(most, int(sample[min(len(sample) - 1, end + margin)]))
-        found = []
+        parts = []
         for i, part in enumerate(torch.split(flat, _CHUNK)):
-            found.append(_within(part, low, high).nonzero().view(-1).add_(i * _CHUNK))
-        places = torch.cat(found)
+            parts.append(_within(part, low, high).nonzero().view(-1).add_(i * _CHUNK))
+        places = torch.cat(parts)
         if not self._is_few(places):
             return None
+        # int32 where it holds every place: half the memory.
         return _Near(low, high, places.to(torch.int32) if flat.numel() < 1 << 31 else places)
 
     def _is_few(self, places: Tensor) -> bool:
@@ -352,8 +360,8 @@ class IndexedScores:
 
 
 class _Bucket(NamedTuple):
-    """The second round: how many scores of one bucket of the first fall into each bucket of the
-    next bits."""
+    """Counts of the second round: the scores in one bucket of the first round, by their next
+    bits."""
 
     prefix: int
     shift: int
@@ -361,7 +369,7 @@ class _Bucket(NamedTuple):
     counts: Tensor
 
     def count_of(self, bits: Tensor) -> Tensor:
-        """Return how many of some scores are counted in each bucket."""
+        """Return how many of ``bits`` are counted in each bucket."""
         inside = with_prefix(bits, self.prefix, LEADING_SHIFT)
         return bucket_counts(inside, self.shift, self.buckets)
 

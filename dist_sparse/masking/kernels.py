@@ -1,18 +1,18 @@
-"""Triton kernels of mask updates: of shards that are flat sequences of equal blocks.
+"""Triton kernels of mask updates, for shards that are flat sequences of equal blocks.
 
-:mod:`dist_sparse.masking.device` imports this module where Triton can run, nothing else does: the
-package works where Triton is missing. Each call is one launch for all shards that it is given. In
-a mask update, a program takes tiles of one shard in turn, and adds what it has counted to the
-shard's counters once.
+Only :func:`dist_sparse.masking.device.kernels_on` imports this module, where Triton can run: the
+package works without Triton. Each call is one launch for all of its shards. A program processes
+tiles of one shard in turn, and adds its counts to the shard's counters once, at the end.
 
-Scores equal the CPU's bit for bit. Squares of elements of up to 32 bits are exact in float64, other
-products are rounded before they are added (no fused multiply-add), and sums are taken in the order
-of :func:`~dist_sparse.masking.scores.block_sums`.
+Scores equal the CPU's bit for bit. Squares of elements of up to 32 bits are exact in float64. Other
+products are rounded before they are added (no fused multiply-add). Sums are in the order of
+:func:`~dist_sparse.masking.scores.block_sums`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from dist_sparse.records import TINY
 from dist_sparse.tables.shards import sent
 
-# Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2.
+# Wider blocks are summed in so many partial sums, as torch.sum does with AVX2.
 _LANES = 16
 
 # Triton's types of weights and totals.
@@ -35,17 +35,17 @@ _TYPES = {
     torch.int32: tl.int32,
 }
 
-# A kernel reads no other globals than constexprs.
+# Kernels can read a global only if it is a constexpr.
 _TINY = tl.constexpr(TINY)
 
-# Types by bytes of an element: zero has the same bits in every type of a size.
+# Types by bytes of an element. Zero has the same bits in every type of one size.
 WORDS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 
-# Programs of a launch, about so many at most: 8 for each multiprocessor of an H200.
+# Most programs of a launch, approximately: 8 for each multiprocessor of an H200.
 _PROGRAMS = 1024
 
-# Elements, or scores, that a program looks at together: 16 for each thread of its 4 warps. Larger
-# in tests: the interpreter takes as long for a tile of any size.
+# Elements, or scores, in the tile of a program: 16 for each thread of its 4 warps. Tests set a
+# larger tile, because Triton's interpreter takes as long for one of any size.
 TILE = 2048
 
 
@@ -87,24 +87,26 @@ SCORES = Scoring(torch.float32, 0)
 
 
 class Job(NamedTuple):
-    """What a launch does with one shard.
+    """What a launch does with one shard: a row of int64 in the table that the kernel reads. Kernels
+    read fields by their position, so their order is fixed.
 
     Args:
-        source: address of weights or of scores.
+        source: address of the weights or scores to read.
         blocks: number of blocks, or of scores, there.
-        low: lower scores are removed.
-        high: scores from ``low`` to it are *within*: they are counted and listed.
+        low: blocks with a lower score are removed.
+        high: scores from ``low`` to ``high`` are *within*: they are counted and listed.
         last: blocks within are removed up to this place.
-        shift: scores equal above this bit share a bucket.
-        scores: address for scores: of all blocks, or of listed ones.
-        places: address for the places of listed blocks, int32.
+        shift: scores that differ only below this bit share a bucket.
+        scores: address to write scores to: of all blocks, or of listed ones.
+        places: address to write the places of listed blocks to, int32.
         length: address of the number of blocks listed so far, int32.
-        kept: address for the bits of kept blocks.
-        dirty: address for the bits of removed blocks that do not score 0.
-        listed: address of the places of the scores at ``source``, int32, if they are a list.
+        kept: address to write the bits of kept blocks to.
+        dirty: address to write the bits of removed blocks that do not score 0 to.
+        listed: address of the places of the scores at ``source``, int32, if these are a list.
         totals: address of the totals of rows or elements.
-        per_row: blocks of a row.
-        initial, share, most: of the totals, as the bits of float64.
+        per_row: number of blocks in a row.
+        initial, share, most: fields of :class:`~dist_sparse.masking.scores.RowTotals`, as the bits
+            of float64.
     """
 
     source: int
@@ -127,7 +129,7 @@ class Job(NamedTuple):
 
 
 class Pruning(NamedTuple):
-    """What :func:`prune` does with one shard.
+    """What :func:`prune` does with one shard, a row of int64 as :class:`Job`.
 
     Args:
         weights: address of the weights.
@@ -153,18 +155,18 @@ def sweep(
     from_list: bool = False,
     **does: bool,
 ) -> Tensor:
-    """Compare scores with the limits of their shards. Return for each shard how many blocks are
-    removed, and then how many of those within are in each bucket: int64 ``(shards, 1 + buckets)``.
+    """Compare scores with the limits of their shards. Return for each shard the number of removed
+    blocks, then the number of blocks within for each bucket: int64 ``(shards, 1 + buckets)``.
 
     Args:
-        from_list: whether the scores are of listed blocks.
-        holds: whether all scores are written.
-        lists: whether scores and places of the blocks within are written, in any order.
-        packs: whether the bits of kept and of dirty blocks are written; of listed blocks, those of
-            removed ones, in the place of bits that say that they are kept.
+        from_list: the scores are of listed blocks.
+        holds: write all scores.
+        lists: write scores and places of the blocks within, in any order.
+        packs: write the bits of kept and of dirty blocks. Of listed blocks, which have the bits of
+            kept ones so far, only the bits of removed ones change.
     """
     counts = torch.zeros(len(jobs), 1 + buckets, dtype=torch.int64, device=device)
-    # Counts need no places.
+    # A launch that only counts needs no places.
     listed = from_list and any(does.values())
     constants = {
         "BUCKETS": buckets,
@@ -198,14 +200,15 @@ def _launch(
     *outputs: Tensor,
     **constants: Any,
 ) -> None:
-    """Launch a kernel on the current stream: as many programs for each shard as for the largest."""
+    """Launch a kernel on the current stream, with as many programs for each shard as for the
+    largest."""
     lanes = min(max(1, width), _LANES)
-    # A byte of bits is of one program.
+    # At least 8, so that no two programs write flags of one byte.
     at_once = max(8, TILE // lanes)
     constants |= {"FIELDS": len(jobs[0]), "BLOCKS": at_once, "LANES": lanes}
     tiles = -(-max(job.blocks for job in jobs) // at_once)
     programs = min(tiles, -(-_PROGRAMS // len(jobs)))
-    table = sent([field for job in jobs for field in job], device)
+    table = sent([*chain.from_iterable(jobs)], device)
     # Triton launches on the current device, wherever its arguments are.
     with torch.cuda.device(device):
         # Without fused multiply-adds, which would not round a product before it is added.
@@ -215,14 +218,14 @@ def _launch(
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
-    """:func:`triton.jit`, with a type."""
+    """Return a function compiled by :func:`triton.jit`, typed for mypy."""
     return triton.jit(function)
 
 
 @_kernel
 def _in_turn(parts: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Return the sums of COUNT neighbouring fours, each first to last."""
-    # (0, 1, 2, 3) as ((0, 1), (2, 3)): the last dimension is split twice.
+    """Return the sums of COUNT groups of four neighbours, each added from first to last."""
+    # tl.split() takes a last dimension of 2: (0, 1, 2, 3) is split as ((0, 1), (2, 3)).
     even, odd = tl.split(tl.reshape(parts, [COUNT, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -231,11 +234,12 @@ def _in_turn(parts: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
 
 @_kernel
 def _value(job: tl.tensor, at: tl.tensor, inside: tl.tensor, TOTAL_TYPE: tl.constexpr) -> tl.tensor:
-    """Return what the totals at some places count for an element, float64."""
+    """Return the value of an element by the totals at some places, float64: as
+    :meth:`~dist_sparse.masking.scores.RowTotals.of_rows`."""
     total = tl.load(tl.load(job + 12).to(tl.pointer_type(TOTAL_TYPE)) + at, mask=inside, other=0)
     total = total.to(tl.float64)
     most = tl.load(job + 16).to(tl.float64, bitcast=True)
-    # NaN stays.
+    # tl.minimum() may drop a NaN, which must be refused.
     total = tl.where(total > most, most, total)
     initial = tl.load(job + 14).to(tl.float64, bitcast=True)
     return (total - initial) / tl.load(job + 15).to(tl.float64, bitcast=True)
@@ -254,12 +258,12 @@ def _element(
     OF_ELEMENTS: tl.constexpr,
     TOTAL_TYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Return scores of elements, float64. ``value`` is what the totals of their rows count."""
+    """Return scores of elements, float64. ``value`` is their value by the totals of their rows."""
     if OF_ELEMENTS:
         value = _value(job, at, inside, TOTAL_TYPE)
     if WEIGHTS:
         weights = tl.load(job).to(tl.pointer_type(TYPE))
-        # bfloat16 has no way to float64 of its own.
+        # Through float32: Triton does not convert bfloat16 to float64.
         score = tl.load(weights + at, mask=inside, other=0).to(tl.float32).to(tl.float64)
         score = tl.abs(score) if ABSOLUTE else score * score
         if TOTALS:
@@ -290,33 +294,24 @@ def _scores(
     inside = at < blocks
     value = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
     if TOTALS and not OF_ELEMENTS:
-        # Once for a block, and then for each of its lanes.
+        # Loaded once for each block, and copied to its lanes.
         block = first + tl.arange(0, BLOCKS)
         of_blocks = _value(job, block // tl.load(job + 13), block < blocks, TOTAL_TYPE)
         spread = tl.broadcast_to(of_blocks[:, None], [BLOCKS, LANES])
         value = tl.reshape(spread, [BLOCKS * LANES])
     at = at * WIDTH + lane % LANES
     if WIDTH <= 16:
-        # Neighbours in pairs.
-        parts = _element(
+        # Neighbours in pairs: 16, 8, 4, 2 sums become 8, 4, 2, 1. Unrolled, as shapes change.
+        sums = _element(
             job, at, inside, value, TYPE, ABSOLUTE, WEIGHTS, TOTALS, OF_ELEMENTS, TOTAL_TYPE
         )
-        if WIDTH >= 16:
-            left, right = tl.split(tl.reshape(parts, [BLOCKS * 8, 2]))
-            parts = left + right
-        if WIDTH >= 8:
-            left, right = tl.split(tl.reshape(parts, [BLOCKS * 4, 2]))
-            parts = left + right
-        if WIDTH >= 4:
-            left, right = tl.split(tl.reshape(parts, [BLOCKS * 2, 2]))
-            parts = left + right
-        if WIDTH >= 2:
-            left, right = tl.split(tl.reshape(parts, [BLOCKS, 2]))
-            parts = left + right
-        sums = parts
+        for level in tl.static_range(4):
+            if (8 >> level) < WIDTH:
+                left, right = tl.split(tl.reshape(sums, [BLOCKS * (8 >> level), 2]))
+                sums = left + right
     else:
-        # As torch.sum with AVX2: each of 16 lanes adds 16 elements in turn, and then the next 16
-        # to these; lanes are four accumulators of four, added in turn.
+        # The order of torch.sum with AVX2: each of 16 lanes adds 16 elements in turn, and then
+        # adds the sum of the next 16. The lanes are four accumulators of four, added in turn.
         total = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
         for group in range(0, WIDTH, 256):
             part = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
@@ -337,7 +332,7 @@ def _scores(
         parts = tl.permute(tl.reshape(total, [BLOCKS, 4, 4]), [0, 2, 1])
         sums = _in_turn(_in_turn(parts, BLOCKS * 4), BLOCKS)
     bits = (sums / WIDTH).to(tl.float32).to(tl.int32, bitcast=True)
-    # Negative scores are refused, as NaN is, whatever its sign.
+    # Negative scores, and NaN with either sign, become a NaN that the histogram counts as refused.
     return tl.where(bits < 0, 0x7FFFFFFF, bits)
 
 
@@ -346,7 +341,8 @@ def _tally(
     buckets: tl.tensor, counted: tl.tensor, BUCKETS: tl.constexpr, BLOCKS: tl.constexpr
 ) -> tl.tensor:
     """Return how many of the ``counted`` blocks are in each bucket, int32 ``(BUCKETS,)``."""
-    # In the first bucket and taken out again: older histograms take no mask.
+    # Other blocks count in the first bucket, and are subtracted again: tl.histogram() takes a mask
+    # only in newer releases of Triton.
     tally = tl.histogram(tl.where(counted, buckets, 0), BUCKETS)
     missing = BLOCKS - tl.sum(counted.to(tl.int32))
     return tally - tl.where(tl.arange(0, BUCKETS) == 0, missing, 0)
@@ -360,7 +356,7 @@ def _pack(
     flags: tl.tensor,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Store flags as bits, from that of the block ``first`` on."""
+    """Store the flags of BLOCKS blocks from ``first`` on, a bit each."""
     weighted = tl.reshape(flags.to(tl.int32), [BLOCKS // 8, 8]) << tl.arange(0, 8)[None, :]
     byte = first // 8 + tl.arange(0, BLOCKS // 8)
     packed = tl.sum(weighted, 1).to(tl.uint8)
@@ -379,8 +375,43 @@ def _unpacked(
 
 @_kernel
 def _ints(field: tl.tensor) -> tl.tensor:
-    """Return the address in a field of a job, of int32."""
+    """Return the pointer to int32 in a field of a job."""
     return tl.load(field).to(tl.pointer_type(tl.int32))
+
+
+@_kernel
+def _list(job: tl.tensor, bits: tl.tensor, place: tl.tensor, within: tl.tensor) -> None:
+    """Append scores and places of the blocks within to the list of the job."""
+    # One atomic operation reserves room for the tile. So the order of tiles varies, but readers of
+    # a list need only counts, places and bits.
+    found = tl.sum(within.to(tl.int32))
+    to = tl.atomic_add(_ints(job + 8), found) + tl.cumsum(within.to(tl.int32), 0) - 1
+    tl.store(_ints(job + 6) + to, bits, mask=within)
+    tl.store(_ints(job + 7) + to, place.to(tl.int32), mask=within)
+
+
+@_kernel
+def _write_mask(
+    job: tl.tensor,
+    first: tl.tensor,
+    blocks: tl.tensor,
+    bits: tl.tensor,
+    place: tl.tensor,
+    removes: tl.tensor,
+    LISTED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Write the bits of kept and of dirty blocks."""
+    if LISTED:
+        # Other programs write bits of the same byte: atomically, in words of 32 bits, as there is
+        # no atomic operation on bytes. No listed block scores 0, so every removed one is dirty.
+        bit = tl.full([BLOCKS], 1, dtype=tl.int32) << (place & 31).to(tl.int32)
+        tl.atomic_and(_ints(job + 9) + (place >> 5), ~bit, mask=removes)
+        tl.atomic_or(_ints(job + 10) + (place >> 5), bit, mask=removes)
+    else:
+        inside = first + tl.arange(0, BLOCKS) < blocks
+        _pack(tl.load(job + 9), first, blocks, inside & ~removes, BLOCKS)
+        _pack(tl.load(job + 10), first, blocks, removes & (bits != 0), BLOCKS)
 
 
 @_kernel
@@ -403,8 +434,8 @@ def sweep_kernel(
     LISTS: tl.constexpr,
     PACKS: tl.constexpr,
 ) -> None:
-    """Compare the scores of one shard with its limits. The numbers added to ``job`` are the places
-    of the fields of :class:`Job`."""
+    """Compare the scores of one shard with its limits; see :func:`sweep`. The numbers added to
+    ``job`` are the positions of fields of :class:`Job`."""
     job = jobs + tl.program_id(1) * FIELDS
     blocks = tl.load(job + 1)
     low, high, last = tl.load(job + 2), tl.load(job + 3), tl.load(job + 4)
@@ -413,6 +444,7 @@ def sweep_kernel(
     tally = tl.zeros([BUCKETS if BUCKETS else 1], dtype=tl.int32)
     start = tl.program_id(0).to(tl.int64) * BLOCKS
     for first in range(start, blocks, tl.num_programs(0) * BLOCKS):
+        # 1. Score, or read scores.
         at = first + tl.arange(0, BLOCKS)
         inside = at < blocks
         if WIDTH == 0:
@@ -437,25 +469,18 @@ def sweep_kernel(
             place = tl.load(_ints(job + 11) + at, mask=inside, other=0).to(tl.int64)
         if HOLDS:
             tl.store(_ints(job + 6) + at, bits, mask=inside)
+        # 2. Compare and count.
         within = inside & (bits >= low) & (bits <= high)
-        gone = inside & ((bits < low) | (within & (place <= last)))
-        removed += tl.sum(gone.to(tl.int32))
+        removes = inside & ((bits < low) | (within & (place <= last)))
+        removed += tl.sum(removes.to(tl.int32))
         if BUCKETS:
             tally += _tally((bits >> shift) & (BUCKETS - 1), within, BUCKETS, BLOCKS)
         if LISTS:
-            found = tl.sum(within.to(tl.int32))
-            # In no order: all that is read from a list is counts, places and bits.
-            to = tl.atomic_add(_ints(job + 8), found) + tl.cumsum(within.to(tl.int32), 0) - 1
-            tl.store(_ints(job + 6) + to, bits, mask=within)
-            tl.store(_ints(job + 7) + to, place.to(tl.int32), mask=within)
-        if PACKS and LISTED:
-            # Words of 32 bits: there is no atomic operation on bytes.
-            bit = tl.full([BLOCKS], 1, dtype=tl.int32) << (place & 31).to(tl.int32)
-            tl.atomic_and(_ints(job + 9) + (place >> 5), ~bit, mask=gone)
-            tl.atomic_or(_ints(job + 10) + (place >> 5), bit, mask=gone)
-        elif PACKS:
-            _pack(tl.load(job + 9), first, blocks, inside & ~gone, BLOCKS)
-            _pack(tl.load(job + 10), first, blocks, gone & (bits != 0), BLOCKS)
+            _list(job, bits, place, within)
+        if PACKS:
+            # 3. Write the new mask.
+            _write_mask(job, first, blocks, bits, place, removes, LISTED, BLOCKS)
+    # 4. Add the counts of all tiles: once, as additions to one address wait for each other.
     counts += tl.program_id(1) * (1 + BUCKETS)
     tl.atomic_add(counts, removed)
     if BUCKETS:
@@ -473,19 +498,19 @@ def prune_kernel(
     LANES: tl.constexpr,
     CHANGED: tl.constexpr,
 ) -> None:
-    """Zero removed blocks of one shard. The numbers added to ``job`` are the places of the fields
-    of :class:`Pruning`."""
+    """Zero removed blocks of one shard. The numbers added to ``job`` are the positions of fields of
+    :class:`Pruning`."""
     job = jobs + tl.program_id(1) * FIELDS
     weights = tl.load(job).to(tl.pointer_type(WORD))
     blocks = tl.load(job + 1)
     start = tl.program_id(0).to(tl.int64) * BLOCKS
     for first in range(start, blocks, tl.num_programs(0) * BLOCKS):
         place = first + tl.arange(0, BLOCKS)
-        gone = (place < blocks) & (_unpacked(tl.load(job + 2), first, blocks, BLOCKS) == 0)
+        removed = (place < blocks) & (_unpacked(tl.load(job + 2), first, blocks, BLOCKS) == 0)
         if CHANGED:
             before = _unpacked(tl.load(job + 3), first, blocks, BLOCKS)
-            gone &= (before | _unpacked(tl.load(job + 4), first, blocks, BLOCKS)) != 0
+            removed &= (before | _unpacked(tl.load(job + 4), first, blocks, BLOCKS)) != 0
         block = (weights + place * WIDTH)[:, None]
         for column in range(0, WIDTH, LANES):
             words = block + column + tl.arange(0, LANES)[None, :]
-            tl.store(words, tl.zeros([BLOCKS, LANES], dtype=WORD), mask=gone[:, None])
+            tl.store(words, tl.zeros([BLOCKS, LANES], dtype=WORD), mask=removed[:, None])

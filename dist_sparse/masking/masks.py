@@ -1,9 +1,9 @@
 """Masks of shards, one bit per block, and flags packed eight to a byte.
 
 A :class:`BlockMask` holds the bits of the blocks that touch one global rectangle, row-major, 1 =
-kept. Flag ``n`` is bit ``n % 8`` of byte ``n // 8``; the bits behind the last flag are 0. Bits are
-stored with their shard and keyed by its rectangle; a block that the shard's border cuts has the
-same bit in every shard that it touches. Masks that are not constant on blocks use blocks of (1, 1).
+kept. Flag ``n`` is bit ``n % 8`` of byte ``n // 8``; the bits after the last flag are 0. A block
+that a shard's border cuts has the same bit in every shard that it touches. Masks that differ within
+a block use blocks of (1, 1).
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import flat_width, kernels_on, on_host, pieces_on
+from dist_sparse.masking.device import flat_width, kernels_on, on_host, pieces_on, row_block_width
 from dist_sparse.tables.shards import Block, Grid, Rect, grid_of
 
-# Bytes whose bits Python counts sooner than torch makes its first call.
+# Up to so many bytes, Python counts bits faster than a single call of torch.
 _FEW = 1 << 8
 
-# Bytes of bits whose blocks are written at a time: their positions take up to 200 times as much.
+# Bytes of flags whose blocks are zeroed at a time. Their positions take up to 200x the memory.
 _WRITTEN = 1 << 15
 
-# Integers of the size of an element, for masking bit by bit: NaN becomes zero too.
+# Integers of the size of an element. Weights are masked with a bitwise `and`, since 0 * NaN is NaN.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Multiplying eight bytes of 0 or 1 by this brings the lowest bit of each into the highest byte, in
-# order.
+# Eight bytes of 0 or 1 as one word, times this: the highest byte holds their lowest bits, in order.
+# Bit 8i of the word times bit 56 - 7i of the factor is bit 56 + i; no two products share a bit.
 _GATHER = 0x0102040810204080
 
 
@@ -39,7 +39,7 @@ def pack(flags: Tensor) -> Tensor:
     rest = -flags.numel() % 8
     if rest:
         flags = torch.cat([flags, flags.new_zeros(rest)])
-    # A view as words must be aligned.
+    # A view as int64 must begin at a multiple of 8 bytes.
     flags = flags.contiguous() if flags.storage_offset() % 8 == 0 else flags.clone()
     words = flags.view(torch.int64)
     return ((words * _GATHER) >> 56).to(torch.uint8)
@@ -53,14 +53,17 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 @cache
 def _flags_of_bytes(device: torch.device) -> Tensor:
-    """Return the 8 flags of each byte as one word: a look-up is ten times as quick as shifts."""
+    """Return the 8 flags of each byte value as one word. This lookup is 10x faster than shifts."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8)
     return (bits & 1).to(torch.uint8).view(torch.int64).flatten().to(device)
 
 
 class BitWriter:
-    """Pack ``count`` flags that come in pieces of any length, at once into their place: small
-    tensors that outlive the large ones they are made from would leave holes in the heap."""
+    """Packs ``count`` flags that arrive in pieces of any length.
+
+    Packed pieces are written to one tensor at once: small tensors that outlive the large ones they
+    were computed from would leave holes in the heap.
+    """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._bits = torch.empty(-(-count // 8), dtype=torch.uint8, device=device)
@@ -72,7 +75,7 @@ class BitWriter:
         flags = flags if self._rest is None else torch.cat([self._rest, flags])
         whole = flags.numel() // 8 * 8
         self._write(flags[:whole])
-        # The caller may reuse flags.
+        # A copy: the caller may overwrite its flags.
         self._rest = flags[whole:].clone() if whole < flags.numel() else None
 
     def close(self) -> Tensor:
@@ -94,6 +97,7 @@ def count_bits(packed: Tensor) -> int:
         return int.from_bytes(packed.tolist()).bit_count()
     total = torch.zeros((), dtype=torch.int64, device=packed.device)
     for part in torch.split(packed, pieces_on(packed.device).flags):
+        # Sums of neighbouring bits, then of pairs, then of fours, all within their bytes.
         pairs = part - ((part >> 1) & 0x55)
         fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
         total += ((fours + (fours >> 4)) & 0x0F).sum()
@@ -101,11 +105,11 @@ def count_bits(packed: Tensor) -> int:
 
 
 def positions(packed: Tensor) -> Tensor:
-    """Return the positions of bits of ``packed`` (uint8) that are 1: int64, ascending. Quick when
-    few are: it looks at bytes first."""
-    touched = packed.nonzero().flatten()
-    byte, bit = unpack(packed[touched], touched.numel() * 8).view(-1, 8).nonzero().unbind(1)
-    return touched[byte] * 8 + bit
+    """Return the positions of bits of ``packed`` (uint8) that are 1: int64, ascending. Fast if few
+    are, because it reads whole bytes first."""
+    nonzero = packed.nonzero().flatten()
+    byte, bit = unpack(packed[nonzero], nonzero.numel() * 8).view(-1, 8).nonzero().unbind(1)
+    return nonzero[byte] * 8 + bit
 
 
 @lru_cache(maxsize=16)
@@ -117,15 +121,15 @@ def _spread(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def wide(matrix: Tensor) -> Tensor:
-    """Return a ``matrix``, if it is contiguous, as one of words of up to 16 bytes in the same
-    memory.
+    """Return a view of a contiguous ``matrix`` with words of up to 16 bytes as elements; another
+    matrix as it is.
 
-    For filling rows with zeros and copying them: torch does both word by word.
+    To zero or copy rows faster: torch does both element by element.
     """
     if not matrix.is_contiguous():
         return matrix
     size = matrix.element_size()
-    # A view as words must be aligned: its rows, its place in the storage, and the storage itself.
+    # Rows, the offset in the storage and the address must all be multiples of the word.
     offsets = matrix.shape[1] * size, matrix.storage_offset() * size, matrix.data_ptr()
     for dtype in (torch.complex128, torch.int64):
         if math.gcd(*offsets) % dtype.itemsize == 0:
@@ -133,7 +137,7 @@ def wide(matrix: Tensor) -> Tensor:
     return matrix
 
 
-@dataclass(frozen=True, eq=False)  # == over tensors would be one of tensors
+@dataclass(frozen=True, eq=False)  # == of tensors returns a tensor, not a bool
 class BlockMask:
     """The mask of one shard.
 
@@ -189,8 +193,8 @@ class BlockMask:
         return bool(self._any_removed())
 
     def learn_removes(self, removes: bool) -> None:
-        """Set :attr:`removes`, which is known without a look at the bits."""
-        # Where cached_property keeps it.
+        """Set :attr:`removes` where it is known without reading the bits."""
+        # cached_property keeps its value there. The dataclass is frozen, so it can't be assigned.
         vars(self)["removes"] = removes
 
     def _any_removed(self) -> Tensor:
@@ -200,8 +204,9 @@ class BlockMask:
         return found | (self.bits[whole] != (1 << rest) - 1) if rest else found
 
     def flags(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Return kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``;
-        ``first`` must be a multiple of 8 (or grid.cols be), as those of :meth:`row_chunks` are."""
+        """Return kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``.
+        They must begin at a byte: ``first`` or ``grid.cols`` is a multiple of 8, as in
+        :meth:`row_chunks`."""
         rows, start = len(range(self.grid.rows)[first:last]), first * self.grid.cols
         assert start % 8 == 0
         count = rows * self.grid.cols
@@ -210,7 +215,7 @@ class BlockMask:
 
     def row_chunks(self, most: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield the block rows in chunks ``[first, last)`` of about ``most`` blocks (None: as many
-        as are quick on the device), for :meth:`flags`."""
+        as are fast on the device), for :meth:`flags`."""
         most = pieces_on(self.bits.device).flags if most is None else most
         step = max(8, most // max(1, self.grid.cols) // 8 * 8)
         for first in range(0, self.grid.rows, step):
@@ -228,7 +233,8 @@ class BlockMask:
         ``(len(rows), rect.cols)``.
 
         Args:
-            only_removing: leave out chunks that keep everything; bits behind the last must be 1.
+            only_removing: leave out chunks that keep everything. The last chunk is left out only
+                if the unused bits of the last byte are 1.
         """
         if self.blocks == 0:
             return
@@ -255,7 +261,7 @@ class BlockMask:
             yield slice(top - self.rect.row, bottom - self.rect.row), self._over_columns(kept)
 
     def _over_columns(self, kept: Tensor) -> Tensor:
-        """Return flags ``(rows, grid.cols)`` of blocks as those of their columns,
+        """Return flags ``(rows, grid.cols)`` of blocks expanded to columns,
         ``(rows, rect.cols)``."""
         if self.grid.cols == self.rect.cols:
             return kept
@@ -275,7 +281,7 @@ class BlockMask:
         if self.grid.rows == 1:
             live.view(word).bitwise_and_(self.words(slice(0, 1), word))
             return
-        # Whole bytes of bits.
+        # A multiple of 8 rows, so that words() finds whole bytes of bits.
         step = max(1, pieces_on(live.device).flags // max(1, self.rect.cols) // 8) * 8
         for first in range(0, self.rect.rows, step):
             rows = slice(first, min(first + step, self.rect.rows))
@@ -283,7 +289,7 @@ class BlockMask:
 
     def words(self, block_rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         """Return the mask of some block rows as words, all bits set where kept, none where removed:
-        ``(n, rect.cols)``, or ``(n, 1)`` if all columns are alike.
+        ``(n, rect.cols)``, or ``(n, 1)`` if one block covers all columns.
 
         Args:
             block_rows: those of :meth:`flags`, or int64 ``(n,)``.
@@ -307,58 +313,52 @@ class BlockMask:
 
     @property
     def in_one_pass(self) -> bool:
-        """Whether :meth:`apply_` is one pass over the shard, several times quicker than a pass over
-        scattered rows: a row of elements is a row of blocks, of one block or of whole bytes of
-        bits, or all rows are the same."""
-        if self.grid.rows == 1 or self.block[0] != 1:
-            return self.grid.rows == 1
-        uncut = self.rect.cols == self.grid.cols * self.block[1]
-        return self.grid.cols == 1 or (uncut and self.grid.cols % 8 == 0 < self.grid.cols)
+        """Whether :meth:`apply_` is one pass over the shard, several times faster than zeroing
+        scattered rows: all rows have the same mask, or a row of elements is a row of one block or
+        of whole bytes of bits."""
+        if self.grid.rows == 1:
+            return True
+        cols = self.grid.cols
+        uncut = row_block_width(self.rect, self.block) is not None
+        return uncut and (cols == 1 or cols % 8 == 0 < cols)
 
     @staticmethod
     def apply_all_changed_(
-        changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]],
+        changes: Sequence[ShardChange],
     ) -> None:
-        """Write zero to what each mask removes and is not known to be zero already. Shards on an
-        accelerator share launches.
-
-        Args:
-            changes: the new mask, the live shard, the mask ``before``, and the ``dirty`` blocks
-                (bits like the mask's own; None is none). Written are blocks that ``before`` kept
-                and the dirty ones.
-        """
-        away = []
+        """Write zero to the removed blocks of each shard that may not be zero already. Shards on an
+        accelerator share launches."""
+        on_devices = []
         for change in changes:
             mask, tensor, before, dirty = change
             if mask is before and dirty is None:
                 continue
             if not tensor.is_cpu:
-                away.append(change)
+                on_devices.append(change)
             elif mask.block != before.block:
                 mask.apply_(tensor)
             else:
-                gone = before.bits & ~mask.bits
-                mask._zero(tensor.data, gone if dirty is None else gone | dirty)
-        if away:
-            _apply_on_devices(away)
+                newly = before.bits & ~mask.bits
+                mask._zero(tensor.data, newly if dirty is None else newly | dirty)
+        if on_devices:
+            _apply_on_devices(on_devices)
 
-    def _zero(self, live: Tensor, gone: Tensor) -> None:
-        """Write zero to the blocks of a live shard whose bit is set in ``gone``; bits behind the
-        last are ignored. Autograd must not see that: a forward may be waiting for its backward."""
-        width = self.rect.cols if self.grid.cols == 1 else self.block[1]
-        # Of several blocks in a row, none is cut by the shard's borders.
-        contiguous = self.grid.cols * width == self.rect.cols and live.is_contiguous()
-        if live.is_cpu and self.block[0] == 1 and contiguous:
+    def _zero(self, live: Tensor, removed: Tensor) -> None:
+        """Write zero to the blocks of a live shard whose bit is set in ``removed``; bits after the
+        last block are ignored. ``live`` must be ``.data``: autograd would refuse the backward of a
+        forward that has read the weights."""
+        width = row_block_width(self.rect, self.block)
+        if live.is_cpu and width is not None and live.is_contiguous():
             blocks = wide(live.view(-1, width))
-            if len(gone) <= _FEW:
-                # Small tables are many: one call instead of five.
-                blocks.masked_fill_(unpack(gone, len(blocks)).unsqueeze(1), 0)
+            if len(removed) <= _FEW:
+                # One call instead of five: models have many small tables.
+                blocks.masked_fill_(unpack(removed, len(blocks)).unsqueeze(1), 0)
                 return
-            for first in range(0, len(gone), _WRITTEN):
-                found = positions(gone[first : first + _WRITTEN]).add_(8 * first)
+            for first in range(0, len(removed), _WRITTEN):
+                found = positions(removed[first : first + _WRITTEN]).add_(8 * first)
                 blocks.index_fill_(0, found[found < len(blocks)], 0)
             return
-        others = BlockMask(self.rect, self.block, ~gone)
+        others = BlockMask(self.rect, self.block, ~removed)
         for rows, kept in others.element_chunks(only_removing=live.is_cpu):
             live[rows].masked_fill_(~kept, 0)
 
@@ -379,7 +379,8 @@ class BlockMask:
         if not flips.numel():
             return self
         places = places[flips]
-        # 0 to 1 by adding the bit, 1 to 0 by subtracting it.
+        # Add the bit to set it, subtract it to clear it, modulo 256. Places are distinct, so that
+        # flips in one byte do not interfere.
         bit = torch.where(kept[flips], 1, -1) << (places & 7)
         bits = self.bits.index_add(0, places >> 3, bit.to(torch.uint8))
         return BlockMask(self.rect, self.block, bits)
@@ -390,7 +391,7 @@ class BlockMask:
             return self
         inner = grid_of(rect, self.block)
         top, left = inner.row - self.grid.row, inner.col - self.grid.col
-        # flags() begins at a byte.
+        # flags() must begin at a byte.
         first = top // 8 * 8
         flags = self.flags(first, top + inner.rows)[top - first :, left : left + inner.cols]
         return BlockMask(rect, self.block, pack(flags.flatten()))
@@ -426,10 +427,10 @@ class BlockMask:
         return BlockMask(rect, block, pack(kept.flatten()))
 
     def dead_rows(self) -> Tensor:
-        """Return which rows of the shard have nothing left in it: bool ``(rect.rows,)``, on the
-        mask's device."""
+        """Return the rows of the shard in which the mask keeps nothing: bool ``(rect.rows,)``, on
+        the mask's device."""
         if not self.blocks:
-            # Nothing of a row without columns is left.
+            # Nothing is kept of a row without columns.
             return torch.ones(self.rect.rows, dtype=torch.bool, device=self.bits.device)
         dead, height = self._dead_block_rows(), self.block[0]
         if height == 1:
@@ -438,19 +439,35 @@ class BlockMask:
         first, last = self.grid.row, self.grid.row + self.grid.rows
         edges = torch.arange(first, last + 1, device=dead.device) * height
         repeats = edges.clamp(self.rect.row, self.rect.row_end).diff()
-        # With the size known, a device is not waited for.
+        # Without the size, torch would wait for the device to sum the repeats.
         return dead.repeat_interleave(repeats, output_size=self.rect.rows)
 
     def _dead_block_rows(self) -> Tensor:
-        """Return which rows of blocks have nothing left: bool ``(grid.rows,)``."""
+        """Return the rows of blocks of which the mask keeps nothing: bool ``(grid.rows,)``."""
         if self.grid.cols % 8:
             return torch.cat([~self.flags(first, last).any(1) for first, last in self.row_chunks()])
-        # Rows of blocks begin at bytes, which need not be unpacked; as words they are compared at
-        # once.
+        # Rows of blocks begin at bytes, so no bit is unpacked. Rows as long as a word are compared
+        # as words.
         size = self.grid.cols // 8
         if size in WORDS:
             return self.bits.view(WORDS[size]) == 0
         return self.bits.view(-1, size).amax(1) == 0
+
+
+class ShardChange(NamedTuple):
+    """A new mask, before the weights that it removes are zeroed.
+
+    Args:
+        mask: the new mask.
+        tensor: the live shard.
+        before: the mask so far. Blocks that it keeps and ``mask`` removes are zeroed.
+        dirty: packed like ``mask``, further removed blocks that may not be zero; None: none.
+    """
+
+    mask: BlockMask
+    tensor: Tensor
+    before: BlockMask
+    dirty: Tensor | None
 
 
 @dataclass(eq=False, frozen=True)
@@ -468,13 +485,14 @@ class Held:
 
     @cached_property
     def samples(self) -> Tensor:
-        """What an enforcer has sampled of the lookups since the mask was replaced, live: int64
-        ``(2,)``, all of them, and lookups of rows that are removed whole."""
+        """Lookups that an enforcer has sampled since the mask was replaced, live: int64 ``(2,)``,
+        all lookups, and lookups of wholly removed rows."""
         return torch.zeros(2, dtype=torch.int64, device=self.mask.bits.device)
 
     @property
     def lookups(self) -> Tensor:
-        """All lookups of the shard, and those of its removed rows: counted ones, or a sample."""
+        """All lookups of the shard, and lookups of its removed rows, ``(2,)``: counted, or else
+        sampled."""
         if not self.counts.numel():
             return self.samples
         rows = self.counts.double()
@@ -487,23 +505,21 @@ class Held:
     def to(self, device: torch.device) -> Held:
         if self.mask.bits.device == device:
             return self
-        # Counts are summed where lookups are.
+        # Counts too: lookups of the shard are added on its device.
         bits = self.mask.bits.to(device)
         return Held(replace(self.mask, bits=bits), self.counts.to(device))
 
     def cut(self, rect: Rect) -> Held:
-        """Return the part over a rectangle within this one. Blocks that its border cuts are in it
-        whole."""
+        """Return the part over a rectangle within this one, with all blocks that touch it."""
         rows = slice(rect.row - self.mask.rect.row, rect.row_end - self.mask.rect.row)
         return Held(self.mask.cut(rect), self.counts[rows])
 
 
-def _apply_on_devices(
-    changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]],
-) -> None:
-    """:meth:`BlockMask.apply_all_changed_` of shards on accelerators: one wait to learn which masks
-    remove anything, and one launch for many."""
-    unknown = [mask for mask, *_ in changes if "removes" not in vars(mask)]
+def _apply_on_devices(changes: Sequence[ShardChange]) -> None:
+    """:meth:`BlockMask.apply_all_changed_` of shards on accelerators: one wait to find the masks
+    that remove anything, and one launch for many."""
+    # Reading the property of each mask would wait for each.
+    unknown = [change.mask for change in changes if "removes" not in vars(change.mask)]
     found = on_host([mask._any_removed().view(1) for mask in unknown])
     for mask, removes in zip(unknown, found, strict=True):
         mask.learn_removes(bool(removes))
@@ -518,24 +534,24 @@ def _apply_on_devices(
 
 
 def prune(shards: Iterable[tuple[BlockMask, Tensor, tuple[Tensor, Tensor] | None]]) -> None:
-    """Write zero to what masks remove in live shards, where there are kernels in one launch for all
-    that are alike.
+    """Write zero to what masks remove in live shards. Where kernels run, shards of one block width
+    and element size share a launch.
 
     Args:
-        shards: with each the bits of the blocks that were kept before, and of those that may not be
-            zero; None is all blocks.
+        shards: each with the packed flags of the blocks that were kept before and of the dirty
+            blocks, the only ones to write; None writes all removed blocks.
     """
     launches: dict[tuple[Any, ...], list[Any]] = {}
     for mask, tensor, changed in shards:
         kernels = kernels_on(tensor.device)
         width = flat_width(mask.rect, mask.block, tensor)
         if width is None:
-            # To find what is to be written would wait for the device.
+            # All that is removed: to find what has changed would wait for the device.
             mask.apply_(tensor)
             continue
         addresses = [bits.data_ptr() for bits in changed or ()]
         job = kernels.Pruning(tensor.data_ptr(), mask.blocks, mask.bits.data_ptr(), *addresses)
-        alike = kernels, width, tensor.element_size(), tensor.device, changed is None
-        launches.setdefault(alike, []).append(job)
-    for (kernels, *how, _), jobs in launches.items():
-        kernels.prune(jobs, *how)
+        launch = kernels, width, tensor.element_size(), tensor.device, changed is None
+        launches.setdefault(launch, []).append(job)
+    for (kernels, width, size, device, _), jobs in launches.items():
+        kernels.prune(jobs, width, size, device)

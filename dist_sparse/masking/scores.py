@@ -1,15 +1,15 @@
 """Scores of sparse blocks: of elements, of blocks, and as the selection reads them.
 
 The score of a block is ``float32(float64 sum of the element scores / number of real elements)``: a
-mean, so edge blocks compete with whole ones. Element scores are ``|x|`` (L1), ``x * x`` (L2, no
-root: the order is the same) or a user's function. Sums are taken in float64 over chunks of rows, in
-an order that depends on neither the chunks nor the sharding, so that a block has the same score on
+mean, so edge blocks compete with whole ones. Element scores are ``|x|`` (L1), ``x * x`` (L2
+without the root, which would not change the order) or a user's function. Sums are in float64. The
+order of additions depends on neither the chunks nor the sharding, so a block has the same score on
 every sharding.
 
-The selection reads scores as their int32 bit patterns, which order alike (they are not negative):
-in pieces (:class:`Segment`), with their histogram, those of several small tables in one pass
-(:class:`JointScores`). The patterns that no finite score has mark blocks about which something else
-decides.
+The selection reads the int32 bit patterns of scores, which sort like the scores because none is
+negative. A :class:`Segment` holds the scores of a shard in pieces, with their histogram;
+:class:`JointScores` holds the scores of several small tables, counted in one pass. Bit patterns
+that no finite score has mark blocks that are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dist_sparse.masking.masks import pack
 from dist_sparse.records import LEADING_SHIFT, TINY
 from dist_sparse.tables.shards import Block, Rect, grid_of, sent
 
-# The bit pattern of infinity; those of NaN are larger, those of finite scores smaller.
+# The bit pattern of infinity. All finite scores are smaller, all NaN with a clear sign larger.
 NOT_FINITE = 0x7F800000
 
-# In the place of a score that is decided elsewhere: never among the smallest.
+# Replaces the score of a block that is decided elsewhere: never among the smallest.
 KEPT = 0x7FFFFFFF
 
-# In the place of the score of a cut block that its owner removes: always below the threshold.
+# Replaces the score of a cut block that its owner removes: below every threshold.
 REMOVED = -1
 
 # The leading 11 of the 31 bits that a score has.
@@ -54,9 +54,9 @@ class RowTotals(NamedTuple):
     Args:
         rect: of the shard.
         total: ``(rows,)``, ``(rows, 1)`` or ``(rows, columns)``; live.
-        initial: where it counts from.
-        share: the elements that share a total: each scores ``1 / share`` of it.
-        most: where it stops to count.
+        initial: the total of a row that was never looked up or updated, which is subtracted.
+        share: number of elements that share a total: each scores ``1 / share`` of it.
+        most: larger totals count as this one.
     """
 
     rect: Rect
@@ -74,16 +74,17 @@ class RowTotals(NamedTuple):
         """Return the value of an element of these rows, float64 ``(rows, 1)`` or
         ``(rows, columns)``."""
         # Copied: the total is live, and the caller computes in place.
-        known = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
-        # The shards of a row are clamped at different times, but must score alike.
-        return known.clamp_(max=self.most).sub_(self.initial).div_(self.share)
+        totals = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
+        # Live counts are clamped now and then, at different times in the shards of one row. These
+        # must score alike.
+        return totals.clamp_(max=self.most).sub_(self.initial).div_(self.share)
 
 
 @dataclass(frozen=True, eq=False)
 class ByTotals:
     """Score an element by its total, alone or times its own square.
 
-    A measure of its own, rather than a callable: it needs no memory besides the scores.
+    Not a callable like a user's measure: kernels know it, and it scores in place.
 
     Args:
         find: returns the totals of the shard that holds a global (row, column).
@@ -96,9 +97,9 @@ class ByTotals:
     def score(self, chunk: Tensor, offset: tuple[int, int], out: Tensor) -> Tensor:
         """Return the scores of some rows of a shard in ``out``, float64; arguments as of
         :func:`~dist_sparse.masking.scores.element_scores`."""
-        known = self.find(offset)
-        first = offset[0] - known.rect.row
-        value = known.of_rows(slice(first, first + len(chunk)))
+        totals = self.find(offset)
+        first = offset[0] - totals.rect.row
+        value = totals.of_rows(slice(first, first + len(chunk)))
         if not self.squares:
             return out.copy_(value.expand_as(out))
         return squares_times(out.copy_(chunk), value)
@@ -149,9 +150,9 @@ def element_scores(
     return buffer
 
 
-# Minimum elements of a shard for keeping scores. To score all rows of a smaller one takes up to
-# 2.5 ms in a mask update, to note which rows were written up to 0.1 ms in each of the many
-# backwards between two updates.
+# Minimum elements of a shard for keeping scores. Scoring all rows of a smaller one takes up to
+# 2.5 ms in a mask update. Tracking its written rows takes up to 0.1 ms in each of the many backward
+# passes between two updates.
 LARGE = 1 << 22
 
 
@@ -178,11 +179,12 @@ def block_sums(
         holds. ``sums`` is overwritten by the next chunk.
     """
     grid = grid_of(rect, block)
+    # Two buffers for all chunks: fresh memory for each would be mapped page by page.
     buffer = folded = torch.empty(0, dtype=torch.float64, device=tensor.device)
     for start, stop in row_chunks(rect, block, tensor.device):
         height = min(block[0], stop - start)
         total: Tensor | None = None
-        # A tall block, which is alone in its chunk, is summed in pieces.
+        # A tall block row, which is a chunk by itself, is summed in pieces.
         step = min(stop - start, _LONG) if block[0] > _LONG else stop - start
         if step > len(buffer):
             buffer = buffer.new_empty(step, rect.cols)
@@ -199,11 +201,11 @@ def block_sums(
 
 
 def row_chunks(rect: Rect, block: Block, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yield the shard's rows in chunks ``[start, stop)`` of whole block rows, as large as is quick
-    on the device.
+    """Yield the shard's rows in chunks ``[start, stop)`` of whole block rows, of a size that is
+    fast on the device.
 
-    A block row that is not whole (cut by the shard's border, or the last of the table) makes a
-    chunk of its own, and so does a tall one.
+    A partial block row (cut by the shard's border, or the last of the table) is a chunk by itself,
+    and so is a tall one.
     """
     if rect.numel == 0:
         return
@@ -229,8 +231,8 @@ def row_chunks(rect: Rect, block: Block, device: torch.device) -> Iterator[tuple
 def to_scores(
     sums: Tensor, first: int, widths: Tensor, shape: tuple[int, int], block: Block
 ) -> Tensor:
-    """Scores, a new float32 tensor ``(block rows, block columns)``: the sums over the number of
-    real elements; ``sums`` is overwritten.
+    """Return scores, a new float32 tensor ``(block rows, block columns)``: the sums divided by the
+    number of real elements. ``sums`` is overwritten.
 
     Args:
         sums: float64, of block rows ``[first, first + block rows)``.
@@ -239,6 +241,7 @@ def to_scores(
     """
     if block == (1, 1):
         return sums.to(torch.float32)  # an element is its own mean
+    # The last block row of the table may be lower than the others.
     whole = shape[0] // block[0] - first
     sums[:whole].div_(widths * block[0])
     if shape[0] % block[0] and whole < sums.shape[0]:
@@ -247,8 +250,8 @@ def to_scores(
 
 
 def block_widths(shape: tuple[int, int], block: Block, columns: Tensor) -> Tensor:
-    """Elements in a row of the blocks in the given global block columns, float64: the last block of
-    a row may be narrower."""
+    """Return the widths of the blocks in the given global block columns, float64. The last block
+    of a row may be narrower."""
     return (shape[1] - columns * block[1]).clamp_(max=block[1]).to(torch.float64)
 
 
@@ -257,7 +260,8 @@ def _fold_columns(scored: Tensor, rect: Rect, width: int, out: Tensor) -> Tensor
     ``out`` ``(rows, block columns)``."""
     if width == 1:
         return scored
-    # Columns of a block begun left of the shard, of whole blocks, and of one begun in it.
+    # From left to right: a block that begins left of the shard, whole blocks, and a block that ends
+    # right of the shard.
     first = min(rect.cols, -rect.col % width)
     whole = (rect.cols - first) // width
     end = first + whole * width
@@ -277,9 +281,9 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
     on ``w`` alone: neighbours in pairs while ``w`` is even, then one by one. ``parts`` may be
     overwritten.
 
-    torch.sum keeps to that over a contiguous last dimension, but neither over a strided one (its
-    order changes with the position of the column) nor for one long row (it may be split over
-    threads): so the last dimension is made contiguous, and long ones are cut.
+    For larger ``w`` torch.sum has a fixed order too, but only over a contiguous last dimension of
+    limited length. Over a strided one the order changes with the position of the column, and one
+    long row may be split over threads. So the dimension is made contiguous, and cut if it is long.
     """
     width = parts.shape[-1]
     if width > _FEW:
@@ -296,9 +300,7 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _fold_long(parts: Tensor, out: Tensor | None) -> Tensor:
-    first = parts[..., :_LONG]
-    # mypy: torch.sum has no overload with out=None.
-    total = torch.sum(first, -1) if out is None else torch.sum(first, -1, out=out)
+    total = torch.sum(parts[..., :_LONG], -1, out=out)
     for start in range(_LONG, parts.shape[-1], _LONG):
         total += parts[..., start : start + _LONG].sum(-1)
     return total
@@ -333,19 +335,21 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     return flat[:rows, :cols]
 
 
-# By the number of a table the leading bits of scores that are counted, and its first histogram.
+# By the number of a table in its batch: the leading bits of the scores to count, and the table's
+# first histogram.
 Prefixes = Mapping[int, tuple[int, Tensor]]
 
-# The new mask of a shard as bits of kept blocks, and of removed ones that do not score 0; and
-# whether anything is removed.
+# The new mask of a shard: packed flags of kept blocks, packed flags of removed blocks that score
+# more than 0, and whether anything is removed.
 NewBits = tuple[Tensor, Tensor, bool]
 
 
 class Batch(Protocol):
-    """Scores of several tables, of one shard each, that are counted together.
+    """Scores of several tables, with one shard each, that are counted together. A table's number is
+    its position in the batch.
 
     Attributes:
-        held: of each table, int32 ``(blocks,)``; empty where they are computed again.
+        held: the scores of each table, int32 ``(blocks,)``; empty if they are computed again.
     """
 
     held: list[Tensor]
@@ -363,28 +367,27 @@ class Batch(Protocol):
         """
 
     def ties(self, wanted: Mapping[int, tuple[int, int]]) -> Mapping[int, Tensor]:
-        """Return the flat places of the blocks that have a score, int32 in no order, with NO_PLACE
-        among them, by the number of the table. Of tables that are not in it, a pass over their
-        scores tells.
+        """Return the flat places of the blocks that have a score, int32 in no order, by the number
+        of the table; some may be NO_PLACE. For a missing table, the caller reads all scores.
 
         Args:
-            wanted: by the number of the table, the score, and how many blocks have it at most.
+            wanted: by the number of the table, the score, and the most blocks that can have it.
         """
 
     def masks(self, limits: Mapping[int, tuple[int, int]]) -> dict[int, NewBits]:
-        """Return the new masks of tables, by their numbers. At most one wait for all of them.
+        """Return the new masks of tables, by their numbers. Waits for the device at most once.
 
         Args:
-            limits: of each table a score and a flat place: blocks that score less are removed, and
-                those that score as much before that place.
+            limits: for each table a score and a flat place. Blocks with a smaller score are
+                removed, and blocks with this score before that place.
         """
 
 
 class Segment:
     """Scores of a grid of blocks, row-major, in pieces of whole rows.
 
-    Many pieces rather than one large tensor: an allocator hands small ones out again, while the
-    pages of a large one are mapped anew in every step, which takes as long as scoring.
+    Many pieces rather than one large tensor: the allocator reuses small blocks of memory. The pages
+    of a large one are mapped again in every mask update, which takes as long as scoring.
 
     Args:
         first_row: global block row of the first row; the others follow.
@@ -392,20 +395,21 @@ class Segment:
         grid_cols: block columns of the whole table; the global index of a block is
             ``row * grid_cols + column``.
         device: of the scores.
-        read: makes an iterator over ``(start, bits)`` chunks, used instead of pieces; called once
-            per pass.
-        counts: whether this rank owns these blocks; replicas are thresholded, not counted.
+        read: computes the scores again in each pass: yields ``(start, bits)`` chunks. Such a
+            segment has no pieces.
+        counts: whether this rank counts these blocks. Another rank counts replicas; both compare
+            them with the threshold.
 
     Attributes:
-        batch: where the scores are stored if they are counted with those of other tables.
-        number: of the table there.
-        count: counts scores without a pass over all of them, as
+        batch: counts the scores together with those of other tables, if any.
+        number: the table's number in the batch.
+        count: counts scores without reading all of them, or returns None; see
             :meth:`~dist_sparse.masking.kept_scores.IndexedScores.counts`.
     """
 
     batch: Batch | None = None
     number = 0
-    count: Callable[[int, int, int, int], Tensor | None] | None = None
+    count: Callable[[int, int, int, int], Tensor | None]
 
     def __init__(
         self,
@@ -419,6 +423,7 @@ class Segment:
     ) -> None:
         self.first_row, self.columns, self.grid_cols = first_row, columns, grid_cols
         self.device, self.counts = device, counts
+        self.count = lambda *_: None
         self._read = read
         self._pieces: list[Tensor] = []
         self._starts: list[int] = []
@@ -432,8 +437,8 @@ class Segment:
         self._rows += bits.shape[0]
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """``(first row, bits)`` of what was added, rows counted from the segment's own first;
-        ``(rows, cols)``."""
+        """Yield ``(first row, bits)`` of each piece: the row counts from the segment's first, bits
+        are int32 ``(rows, cols)``."""
         yield from zip(self._starts, self._pieces, strict=True)
 
     @property
@@ -450,16 +455,15 @@ class Segment:
         return self._pieces[at][first - start : last - start]
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """``(start, bits)``: flat position and scores, in order."""
+        """Yield ``(start, bits)``, flat position and scores, in order."""
         if self._read is not None:
-            # Computed again; nothing is added to such a segment.
             yield from self._read()
         for first, bits in self.pieces():
             yield first * len(self.columns), bits.view(-1)
 
     @cached_property
     def histogram(self) -> Tensor:
-        """:func:`first_histogram` of all scores. A scorer that has counted them sets it."""
+        """:func:`first_histogram` of all scores. Set by a scorer that has counted them already."""
         counts = torch.zeros(HISTOGRAM, dtype=torch.int64, device=self.device)
         for _, bits in self.chunks():
             counts += first_histogram(bits)
@@ -474,8 +478,8 @@ class Segment:
         return rows * self.grid_cols + sent(self.columns, places.device)[at]
 
     def places_upto(self, last: int | None) -> int:
-        """Return before which flat place the blocks are whose global index is at most ``last``
-        (None: all): places and indices ascend together."""
+        """Return the number of blocks with a global index up to ``last`` (None: all). They are the
+        first ones, because places and indices ascend together."""
         if last is None:
             return _ALL
         row, column = divmod(last, self.grid_cols)
@@ -488,8 +492,7 @@ _ALL = 1 << 62
 
 
 class JointScores:
-    """The scores of several small tables in CPU memory, one after the other, so that they are
-    counted in one pass: a :class:`Batch`.
+    """A :class:`Batch` of small tables in CPU memory: their scores one after the other.
 
     Args:
         bits: int32 ``(sum of sizes,)``.
@@ -502,43 +505,51 @@ class JointScores:
         self.held = [*torch.split(bits, list(sizes))]
 
     def _of_scores(self, of_tables: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return for each score the value of its table. Not kept: it is as large as the scores."""
+        """Return for each score the value of its table. Not cached: it is as large as the
+        scores."""
         return torch.tensor(of_tables, dtype=dtype).repeat_interleave(self._sizes)
 
     def first_histograms(self) -> Tensor:
         # Bucket 0 for zeros, 1 + leading bits for others.
         leading = torch.bitwise_right_shift(self._bits, LEADING_SHIFT).add_(1)
-        leading.mul_(self._bits != 0).clamp_(min=0)  # what is refused later must count somewhere
+        # Negative scores are refused later; bincount() would refuse them without naming a table.
+        leading.mul_(self._bits != 0).clamp_(min=0)
         tables = len(self.held)
         at = self._of_scores(range(0, tables * HISTOGRAM, HISTOGRAM)).add_(leading)
         return torch.bincount(at, minlength=tables * HISTOGRAM).view(-1, HISTOGRAM)
 
     def histograms(self, prefixes: Prefixes, before: int, shift: int, buckets: int) -> list[Tensor]:
-        # By table: the prefix (no score has -1), and its row in the result.
-        wanted, place = [-1] * len(self.held), [0] * len(self.held)
+        # By table, its prefix and where its counts begin. No score has the prefix -1: tables that
+        # are not asked for count nothing.
+        wanted = [-1] * len(self.held)
+        starts = [0] * len(self.held)
         for row, (number, (prefix, _)) in enumerate(prefixes.items()):
-            wanted[number], place[number] = prefix, row * buckets
+            wanted[number] = prefix
+            starts[number] = row * buckets
         bits = self._bits
         inside = ((bits >> before) == self._of_scores(wanted, torch.int32)) & (bits != 0)
-        at = self._of_scores(place) + ((bits >> shift) & (buckets - 1))
+        at = self._of_scores(starts) + ((bits >> shift) & (buckets - 1))
         counts = torch.bincount(at[inside], minlength=len(prefixes) * buckets)
         return [*counts.view(-1, buckets).unbind()]
 
     def ties(self, wanted: Mapping[int, tuple[int, int]]) -> Mapping[int, Tensor]:
-        # A pass over scores in CPU memory is as quick as a list.
+        # The caller reads all scores: in CPU memory that is as fast as a list.
         return {}
 
     def masks(self, limits: Mapping[int, tuple[int, int]]) -> dict[int, NewBits]:
-        scores, ends = [0] * len(self.held), [0] * len(self.held)
+        scores = [0] * len(self.held)
+        ends = [0] * len(self.held)
         for number, (score, upto) in limits.items():
-            scores[number], ends[number] = score, self._starts[number] + upto
+            scores[number] = score
+            ends[number] = self._starts[number] + upto
         places = torch.arange(self._bits.numel())
-        gone = self._bits < self._of_scores(scores) + (places < self._of_scores(ends))
-        dirty = gone & (self._bits != 0)
+        # Score < limit, or <= limit for places before the end: adding the flag does both.
+        removed = self._bits < self._of_scores(scores) + (places < self._of_scores(ends))
+        dirty = removed & (self._bits != 0)
         found: dict[int, NewBits] = {}
         for number in limits:
-            table = slice(*self._starts[number : number + 2])
-            found[number] = pack(~gone[table]), pack(dirty[table]), bool(gone[table].any())
+            table = slice(self._starts[number], self._starts[number + 1])
+            found[number] = pack(~removed[table]), pack(dirty[table]), bool(removed[table].any())
         return found
 
 
@@ -559,10 +570,10 @@ def bucket_counts(bits: Tensor, shift: int, buckets: int) -> Tensor:
 
 def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
     """Return the first round's histogram of finite scores, int64 ``(HISTOGRAM,)`` on their device:
-    the number of zeros, then other scores by leading bits. A scorer may sum it while the chunk is
-    in the cache.
+    the number of zeros, then other scores by leading bits.
 
-    Zeros are apart because removed blocks score 0: a threshold among them is found at once.
+    Zeros have their own bucket because removed blocks score 0: a threshold of 0 needs no second
+    round.
 
     Args:
         bits: int32 ``(n,)``.
@@ -575,7 +586,7 @@ def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
     leading = torch.bitwise_right_shift(bits, LEADING_SHIFT, out=out)
     copies = 1
     if bits.numel() % 64 == 0:
-        # Adding to the same bucket twice in a row is slow: neighbours count in different copies.
+        # Incrementing one counter twice in a row stalls the CPU: neighbours count in four copies.
         copies = 4
         lanes = torch.arange(64, dtype=torch.int32).remainder_(copies).mul_(LEADING_BUCKETS)
         leading.view(-1, 64).add_(lanes)

@@ -1,20 +1,21 @@
 """Exact k-th smallest score over all ranks.
 
-Scores are non-negative float32, stored as their int32 bit patterns, which order alike; equal scores
-are ordered by global block index. The k-th smallest (score, index) is found by narrowing: a
-histogram of the leading bits is summed over ranks, the bucket that holds the k-th is kept, and the
-next round counts its members only, by the next bits. Three rounds find the 31 bits of a score, for
-all tables side by side in one message each; up to three more find the index where scores tie at the
-threshold.
+Scores are non-negative float32. Their int32 bit patterns sort in the same order, and are what this
+module compares. Equal scores are ordered by global block index.
 
-A :class:`Threshold` cuts exactly, however many scores tie, and makes the masks of its table.
+The k-th smallest (score, index) is found by a radix search. A histogram of the leading bits is
+summed over ranks, the bucket that holds the k-th score is kept, and the next round counts only the
+scores in that bucket, by their next bits. Three rounds find the 31 bits of a score. Up to three
+more find the block index where scores tie at the threshold. Each round is one message for all
+tables.
+
+A :class:`Threshold` is exact, however many scores tie, and makes the masks of its table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,24 +39,27 @@ from dist_sparse.tables.shards import Block, Rect, grid_of
 # (shift, buckets) after the first round: 11 + 10 + 10 bits make the 31 of a score.
 _ROUNDS = ((10, 1024), (0, 1024))
 
-# An eighth of a segment's scores is few enough to copy; of a smaller segment, of so many.
+# Scores in the threshold's bucket are copied, to spare the third round a pass over all scores, if
+# they are at most an eighth of the segment, or an eighth of so many.
 _CHUNK = 1 << 19
 
-# Bytes of flags of tied blocks whose indices are counted at a time.
-_COUNTED = 1 << 15
+# Bytes of packed tie flags that are expanded to int64 indices at a time: 64 bytes of indices for
+# each byte of flags.
+_EXPANDED = 1 << 15
 
-# Which removed blocks may not be zero yet: those that do not score 0, or any; None is none.
+# Which removed blocks may hold weights other than zero: those with a score above 0, or any. None:
+# no block that was removed before.
 Dirty = Literal["nonzero", "removed"] | None
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Blocks that score less than ``bits`` are removed, and those that score the same up to the
-    global index ``last``.
+    """The largest (score, global block index) that is removed.
 
     Args:
-        bits: the score, as int32.
-        last: None is any index.
+        bits: the score, as int32. Blocks with a smaller score are removed.
+        last: among blocks with this score, the last global index that is removed; None removes all
+            of them.
         removed: number of removed blocks over all ranks.
     """
 
@@ -65,7 +69,7 @@ class Threshold:
 
     @property
     def score(self) -> float | None:
-        """The largest score that is removed; None where nothing or everything is."""
+        """The largest score that is removed; None if nothing or everything is removed."""
         if self in (NOTHING, EVERYTHING):
             return None
         return float(torch.tensor(self.bits, dtype=torch.int32).view(torch.float32))
@@ -80,7 +84,8 @@ class Threshold:
 
     def removes_at(self, segment: Segment, places: Tensor, bits: Tensor) -> Tensor:
         """As :meth:`removes`, of the scores ``bits`` at flat ``places`` of ``segment``."""
-        # As int64: a limit beyond int32 would wrap around.
+        # Adding the flag makes `<` a `<=` for places before the limit. Places as int64, because
+        # places_upto() may return more than int32 holds.
         return bits < self.bits + (places.long() < segment.places_upto(self.last))
 
 
@@ -89,8 +94,13 @@ EVERYTHING = Threshold(bits=KEPT - 1, last=None)
 
 
 class NewMask(NamedTuple):
-    """The new mask of a shard, and as bits the removed blocks that may not be zero yet (None: only
-    newly removed ones)."""
+    """The new mask of a shard.
+
+    Args:
+        mask: its bits, 1 = kept.
+        dirty: packed like the mask, the removed blocks that may hold weights other than zero
+            besides the newly removed ones; None: there are no others.
+    """
 
     mask: BlockMask
     dirty: Tensor | None
@@ -106,7 +116,7 @@ def mask_of_blocks(
     """
     count, device = grid_of(rect, block).blocks, segment.device
     kept, unclean = BitWriter(count, device), BitWriter(count, device)
-    # Packed chunk by chunk: flags take eight times as much memory as the mask.
+    # Packed chunk by chunk: the flags take eight times the memory of the mask.
     for start, bits in segment.chunks():
         removed = threshold.removes(segment, start, bits)
         kept.add(~removed)
@@ -122,10 +132,11 @@ class Candidates:
 
     Args:
         name: of the table, for messages.
-        k: number of blocks to remove.
+        k: number of blocks to remove; in a pool, the maximum.
         blocks: number of blocks of the whole table.
-        segments: the scores that this rank knows; over all ranks every block is counted once.
-        only_zeros: remove no block that scores more than 0, and none at all where all score 0.
+        segments: this rank's scores. Over all ranks, every block is counted once.
+        only_zeros: remove no block that scores more than 0, and none at all if all score 0.
+        price: bytes that the table loses with each block, for a pool.
     """
 
     name: str
@@ -133,20 +144,20 @@ class Candidates:
     blocks: int
     segments: list[Segment] = field(default_factory=list)
     only_zeros: bool = False
+    price: int = 0
 
 
 def select_smallest(
-    candidates: Sequence[Candidates],
-    group: Group,
-    pool: Pool | None = None,
+    candidates: Sequence[Candidates], group: Group, pooled_bytes: int = 0
 ) -> list[Threshold]:
     """Return for every table the exact threshold of its ``k`` smallest blocks over all ranks.
-    Collective over ``group``: every rank must call it. With a ``pool`` of the tables whose ``k``
-    is not 0, ``k`` is the maximum.
+    Collective over ``group``: every rank must call it.
+
+    With ``pooled_bytes``, the tables whose ``k`` is not 0 form a pool: together they lose so many
+    bytes, wherever scores are smallest.
 
     At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables that
-    lose some of the blocks at the threshold, but not all. None of the sizes depends on the number
-    of scores.
+    lose some of the blocks at the threshold, but not all. No size depends on the number of scores.
 
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
@@ -156,40 +167,41 @@ def select_smallest(
     for i, table in enumerate(candidates):
         if table.k <= 0:
             continue
-        # Only a pool can keep blocks of a table that it may remove as a whole.
-        if pool or table.only_zeros or table.k < table.blocks:
+        # The whole table is removed without a search, except where ``k`` is only a maximum.
+        if pooled_bytes or table.only_zeros or table.k < table.blocks:
             searches[i] = _ScoreSearch(table)
         else:
             thresholds[i] = replace(EVERYTHING, removed=table.k)
     if not searches:
         return thresholds
-    _find_scores(list(searches.values()), group, pool)
-    _split_ties([search for search in searches.values() if search.splits_ties], group)
+    _find_scores(list(searches.values()), group, pooled_bytes)
+    _split_ties(searches.values(), group)
     for i, search in searches.items():
         thresholds[i] = search.threshold()
     return thresholds
 
 
-def _find_scores(searches: list[_ScoreSearch], group: Group, pool: Pool | None) -> None:
-    """Find the score of every threshold. Collective."""
+def _find_scores(searches: list[_ScoreSearch], group: Group, pooled_bytes: int) -> None:
+    """Find the score of every threshold. Collective over ``group``."""
     counts = group.all_reduce(_first_histograms(searches))
     _refuse_not_finite(counts, searches)
     for search, zeros in zip(searches, counts[:, 0].tolist(), strict=True):
         if search.table.only_zeros:
-            search.keep_others(zeros)
-    if pool is not None:
-        pool.searches = dict(zip(searches, pool.prices, strict=True))
+            search.want_only_zeros(zeros)
+    pool = _Pool(pooled_bytes)
+    if pooled_bytes:
+        pool.prices = {search: search.table.price for search in searches}
     _descend(searches, counts, LEADING_SHIFT, pool)
     _narrow(searches, _ROUNDS, _next_histograms, group, pool)
 
 
-def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
+def _split_ties(searches: Collection[_ScoreSearch], group: Group) -> None:
     """Find the last index removed at the threshold of tables that lose some of the tied blocks, but
-    not all. Collective over ``group`` if there are any."""
-    ties = [_TieSearch(search) for search in split]
+    not all. Collective over ``group`` if there are such tables, which every rank knows."""
+    ties = [_TieSearch(search) for search in searches if search.splits_ties]
     _find_ties(ties)
-    most = max((search.table.blocks for search in split), default=1)
-    _narrow(ties, _index_rounds(most), _histograms_of_ties, group)
+    most = max((search.scores.table.blocks for search in ties), default=1)
+    _narrow(ties, _index_rounds(most), _histograms_of_ties, group, _Pool(0))
     for search in ties:
         search.scores.last_index = search.last
 
@@ -199,32 +211,33 @@ def _narrow(
     rounds: Sequence[tuple[int, int]],
     count: Callable[[Any, int, int], Tensor],
     group: Group,
-    pool: Pool | None = None,
+    pool: _Pool,
 ) -> None:
-    """Run rounds of all searches until all are done, which every rank knows."""
+    """Run rounds until all searches are done. Collective over ``group``."""
     for shift, buckets in rounds:
+        # The same on every rank: all see the same sums, so none waits for a round of the others.
         if active := [search for search in searches if not search.done]:
             _descend(active, group.all_reduce(count(active, shift, buckets)), shift, pool)
 
 
 class _Search:
-    """Narrowing of one table: the leading bits of the k-th smallest key found so far, and how many
-    of the keys that share them are wanted.
+    """Radix search of one table: the leading bits of the k-th smallest key found so far, and how
+    many of the keys with these bits are removed. Keys are scores, or indices of tied blocks.
 
-    Of scores, zeros have a bucket of their own in the first round: what was removed before scores
-    0, so a threshold among them needs no further round.
+    In the first round of scores, zeros have a bucket of their own. Blocks that were removed before
+    score 0, so a threshold among them is common, and needs no further round.
 
     Args:
-        left: number of keys wanted.
+        left: number of keys to remove.
 
     Attributes:
         last: the largest key that is removed, once found.
-        left: number of keys wanted of the ``inside`` keys of the last bucket.
-        below: number of keys before them.
-        done: all or nothing of what shares the prefix is wanted, or there are no more bits: no
-            further round is needed.
+        left: number of keys to remove of the ``inside`` keys in the last bucket.
+        below: number of keys in smaller buckets, which are all removed.
+        done: no further round is needed: all keys in the bucket are removed, or none, or there are
+            no more bits.
         prefix: the bits found so far.
-        shift: how many bits are not found yet.
+        shift: number of bits not found yet.
     """
 
     def __init__(self, left: int) -> None:
@@ -234,17 +247,18 @@ class _Search:
         self.done = False
 
     def descend(self, shift: int, buckets: int, bucket: int, below: int, inside: int) -> None:
-        """Keep one bucket: ``below`` keys are before it, ``inside`` in it."""
-        bucket -= buckets == HISTOGRAM  # whose first one is of zeros
+        """Continue in one bucket: ``below`` keys are in smaller ones, ``inside`` in it."""
+        # The first bucket of a score histogram holds the zeros; the others count from 0.
+        bucket -= buckets == HISTOGRAM
         self.left -= below
         self.below += below
         self.inside, self.shift = inside, shift
         self.prefix = self.prefix * buckets + bucket
-        # All bits below the prefix set: the whole bucket is removed, as far as is known.
+        # The largest key of the bucket. If all of the bucket is removed, it is the threshold.
         self.last = ((self.prefix + 1) << shift) - 1
         self.done = self.left == self.inside or shift == 0
         if self.prefix < 0:
-            # The threshold is 0: there are no bits to find.
+            # The bucket of zeros: the threshold is 0, and there are no bits to find.
             self.prefix = 0
             self.last = 0
             self.done = True
@@ -254,7 +268,7 @@ class _ScoreSearch(_Search):
     """Search for the score of a table's threshold.
 
     Attributes:
-        counted: the scores that this rank counts.
+        counted: the segments that this rank counts; replicas are counted by another.
         last_index: the last index removed among the blocks that tie; None is all of them.
     """
 
@@ -263,42 +277,40 @@ class _ScoreSearch(_Search):
         self.table = table
         self.counted = [segment for segment in table.segments if segment.counts]
         self.last_index: int | None = None
-        # By segment, the scores that have the prefix, where they are few.
-        self._few: dict[Segment, list[Tensor]] = {}
+        # By segment, copies of the scores in the bucket, if they are few.
+        self._copied: dict[Segment, list[Tensor]] = {}
 
-    def keep_others(self, zeros: int) -> None:
-        """Remove none but ``zeros`` blocks that score 0."""
-        # A table without any other score knows nothing: its record was lost, or never began.
+    def want_only_zeros(self, zeros: int) -> None:
+        """Remove at most the ``zeros`` blocks that score 0."""
+        # If all blocks score 0, nothing was recorded (a lost or new optimizer state). Removing the
+        # whole table would be wrong.
         self.left = 0 if zeros == self.table.blocks else min(self.left, zeros)
 
     def histograms(self, segment: Segment, shift: int, buckets: int) -> Iterator[Tensor]:
         """Yield how many of a segment's scores that have the prefix fall into each bucket of the
         next bits, as parts to be added up: int64 ``(buckets,)``, on the device of the scores."""
-        known = None
-        if segment.count is not None:
-            known = segment.count(self.prefix, self.shift, shift, buckets)
-        if known is not None:
-            yield known
+        indexed = segment.count(self.prefix, self.shift, shift, buckets)
+        if indexed is not None:
+            yield indexed
         elif segment.on_cpu:
             yield self._count_on_cpu(segment, shift, buckets)
         else:
             low = self.prefix << self.shift
             for _, bits in segment.chunks():
-                # Zeros have had a bucket of their own in the first round.
+                # Zeros were counted in a bucket of their own: -1 is in none.
                 scores = bits.masked_fill(bits == 0, -1) if low == 0 else bits
                 yield count_within(scores, low, shift, buckets)
 
     def _count_on_cpu(self, segment: Segment, shift: int, buckets: int) -> Tensor:
         counts = torch.zeros(buckets, dtype=torch.int64)
-        # Stored in the second round, unless that would take too much memory, and read in the third.
-        stores = self.shift == LEADING_SHIFT and self._are_few(segment)
-        stored = self._few.get(segment) or map(itemgetter(1), segment.chunks())
-        self._few[segment] = []
-        for bits in stored:
+        # The second round copies the scores in its bucket, if they are few; the third reads these.
+        copies = self.shift == LEADING_SHIFT and self._are_few(segment)
+        pieces = self._copied.pop(segment, None) or (bits for _, bits in segment.chunks())
+        for bits in pieces:
             inside = with_prefix(bits, self.prefix, self.shift)
             counts += bucket_counts(inside, shift, buckets)
-            if stores:
-                self._few[segment].append(inside)
+            if copies:
+                self._copied.setdefault(segment, []).append(inside)
         return counts
 
     def _are_few(self, segment: Segment) -> bool:
@@ -315,7 +327,8 @@ class _ScoreSearch(_Search):
         """Return the threshold, once it is found."""
         bits, last = self.last, self.last_index
         if self.left == 0 < self.inside:
-            # The pool has reached its bytes below this score: all blocks that have it stay.
+            # The pool reached its bytes below this score: every block with it stays. No score is
+            # below 0, and there no index is removed.
             bits, last = (bits - 1, None) if bits else (0, -1)
         return Threshold(bits, last, removed=self.below + self.left)
 
@@ -327,50 +340,62 @@ class _TieSearch(_Search):
         scores: the search that has found the threshold.
 
     Attributes:
-        tied: where the ties of a segment are: a flat place, and flags of the blocks from there on.
-        ids: the global indices of others.
+        ids: global indices of tied blocks, int64.
+        flags: tied blocks that are flagged instead: a segment, a flat place, and a packed flag of
+            each block from this place on.
     """
 
     def __init__(self, scores: _ScoreSearch) -> None:
         super().__init__(scores.left)
         self.scores = scores
-        self.tied: list[tuple[Segment, int, Tensor]] = []
         self.ids: list[Tensor] = []
+        self.flags: list[tuple[Segment, int, Tensor]] = []
 
     def parts(self) -> Iterator[Tensor]:
         """Yield the global indices of the ties, int64 ``(n,)``."""
         yield from self.ids
-        for segment, start, flags in self.tied:
-            for part in torch.split(flags, _COUNTED):
+        for segment, start, flags in self.flags:
+            for part in torch.split(flags, _EXPANDED):
                 yield segment.ids(positions(part) + start)
-                start += 8 * _COUNTED
+                start += 8 * _EXPANDED
 
 
 def _find_ties(searches: Sequence[_TieSearch]) -> None:
-    """Find the blocks that score exactly the thresholds. Waits once for those that kernels have
-    listed, and once for others on a device."""
-    segments = [(search, segment) for search in searches for segment in search.scores.counted]
+    """Find the blocks that score exactly the thresholds. Waits for a device at most twice: for the
+    blocks that kernels list, and for the flags of others."""
+    listed = _listed_ties(searches)
+    flagged: list[tuple[_TieSearch, Segment, int]] = []
+    flags: list[Tensor] = []
+    for search in searches:
+        for segment in search.scores.counted:
+            if segment in listed:
+                places = listed[segment]
+                search.ids.append(segment.ids(places[places < NO_PLACE].long()))
+                continue
+            # A bit for each block: any number of them may tie.
+            for start, bits in segment.chunks():
+                flagged.append((search, segment, start))
+                flags.append(pack(bits == search.scores.last))
+    for (search, segment, start), packed in zip(flagged, on_host(flags), strict=True):
+        search.flags.append((segment, start, packed))
+
+
+def _listed_ties(searches: Sequence[_TieSearch]) -> dict[Segment, Tensor]:
+    """Return the flat places of tied blocks that a batch lists, in CPU memory, by segment. Places
+    may be NO_PLACE."""
+    found: dict[Segment, Tensor] = {}
     wanted: dict[Batch, dict[int, tuple[int, int]]] = {}
-    for search, segment in segments:
-        if segment.batch is not None:
-            of_score = search.scores.last, search.scores.inside
-            wanted.setdefault(segment.batch, {})[segment.number] = of_score
-    listed: dict[tuple[object, int], Tensor] = {}
+    segments: dict[tuple[Batch, int], Segment] = {}
+    for search in searches:
+        for segment in search.scores.counted:
+            if segment.batch is not None:
+                segments[segment.batch, segment.number] = segment
+                ties = wanted.setdefault(segment.batch, {})
+                ties[segment.number] = search.scores.last, search.scores.inside
     for batch, ties in wanted.items():
         for number, places in batch.ties(ties).items():
-            listed[batch, number] = places
-    known = dict(zip(listed, on_host([*listed.values()]), strict=True))
-    packed: list[tuple[_TieSearch, Segment, int, Tensor]] = []
-    for search, segment in segments:
-        if (found := known.get((segment.batch, segment.number))) is not None:
-            search.ids.append(segment.ids(found[found < NO_PLACE].long()))
-            continue
-        # A bit for each block: any number of them may tie.
-        for start, bits in segment.chunks():
-            packed.append((search, segment, start, pack(bits == search.scores.last)))
-    all_flags = on_host([flags for *_, flags in packed])
-    for (search, segment, start, _), flags in zip(packed, all_flags, strict=True):
-        search.tied.append((segment, start, flags))
+            found[segments[batch, number]] = places
+    return dict(zip(found, on_host([*found.values()]), strict=True))
 
 
 def _histograms_of_ties(searches: Sequence[_TieSearch], shift: int, buckets: int) -> Tensor:
@@ -388,65 +413,60 @@ def _first_histograms(searches: Sequence[_ScoreSearch]) -> Tensor:
     parts: list[tuple[int, Tensor]] = []
     for row, search in enumerate(searches):
         parts += [(row, segment.histogram) for segment in search.counted]
-    counts = _added(parts, len(searches), HISTOGRAM)
-    # Something else decides about these blocks.
+    counts = _summed(parts, len(searches), HISTOGRAM)
+    # Cut blocks, which count with the scores of their owner.
     counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0
     return counts
 
 
 def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int) -> Tensor:
-    """Return the histograms of a later round, int64 ``(searches, buckets)``: of scores that tables
-    share in one pass."""
+    """Return the histograms of a later round, int64 ``(searches, buckets)``. The tables of a batch
+    are counted together."""
     parts: list[tuple[int, Tensor]] = []
-    together: dict[Batch, dict[int, tuple[int, Segment]]] = {}
+    rows_of: dict[Batch, list[int]] = {}
+    prefixes: dict[Batch, dict[int, tuple[int, Tensor]]] = {}
     for row, search in enumerate(searches):
         for segment in search.counted:
             if segment.batch is None:
                 parts += [(row, part) for part in search.histograms(segment, shift, buckets)]
-            else:
-                together.setdefault(segment.batch, {})[segment.number] = row, segment
-    before = searches[0].shift  # the same for all: they are in the same round
-    for scores, counted in together.items():
-        prefixes = {}
-        for number, (row, segment) in counted.items():
-            prefixes[number] = searches[row].prefix, segment.histogram
-        found = scores.histograms(prefixes, before, shift, buckets)
-        parts += zip((row for row, _ in counted.values()), found, strict=True)
-    return _added(parts, len(searches), buckets)
+                continue
+            rows_of.setdefault(segment.batch, []).append(row)
+            of_batch = prefixes.setdefault(segment.batch, {})
+            of_batch[segment.number] = search.prefix, segment.histogram
+    # All searches are in the same round, so they have found equally many bits.
+    before = searches[0].shift
+    for batch, rows in rows_of.items():
+        found = batch.histograms(prefixes[batch], before, shift, buckets)
+        parts += zip(rows, found, strict=True)
+    return _summed(parts, len(searches), buckets)
 
 
-def _added(parts: Sequence[tuple[int, Tensor]], searches: int, buckets: int) -> Tensor:
+def _summed(parts: Sequence[tuple[int, Tensor]], searches: int, buckets: int) -> Tensor:
     """Return the sums of the parts of each search, by its number, int64 ``(searches, buckets)`` in
-    CPU memory. One wait for all."""
-    numbers = [number for number, _ in parts]
+    CPU memory. Waits once for a device."""
     read = on_host([part for _, part in parts])
-    if numbers == [*range(searches)]:
-        return torch.stack(read)
     total = torch.zeros(searches, buckets, dtype=torch.int64)
-    for number, part in zip(numbers, read, strict=True):
+    for (number, _), part in zip(parts, read, strict=True):
         total[number] += part
     return total
 
 
-def _descend(
-    searches: Sequence[_Search], counts: Tensor, shift: int, pool: Pool | None = None
-) -> None:
-    """Keep one bucket of each search, by the histograms over all ranks. One host sync for all."""
+def _descend(searches: Sequence[_Search], counts: Tensor, shift: int, pool: _Pool) -> None:
+    """Continue each search in one bucket, by the histograms ``(searches, buckets)`` over all
+    ranks."""
     buckets = counts.shape[1]
-    # The bucket of the k-th key: the first up to which there are at least as many as wanted.
+    # The bucket of the k-th key: the first one up to which there are at least as many as wanted.
     upto = counts.cumsum(1)
     wanted = torch.tensor([search.left for search in searches]).unsqueeze(1)
     bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=buckets - 1)
-    if pool is not None:
-        pool.limit(searches, upto, bucket)
+    pool.limit(searches, upto, bucket)
     inside = counts.gather(1, bucket)
     chosen = torch.cat([bucket, upto.gather(1, bucket) - inside, inside], 1).tolist()
     for search, row in zip(searches, chosen, strict=True):
         search.descend(shift, buckets, *row)
-    if pool is not None:
-        # All scores of the first round's first bucket are 0.
-        equal = shift == 0 or (buckets == HISTOGRAM and pool.bucket == 0)
-        pool.share(last=equal)
+    # All scores in a bucket are equal after the last round, and in the bucket of zeros.
+    equal = shift == 0 or (buckets == HISTOGRAM and pool.bucket == 0)
+    pool.share(last=equal)
 
 
 def _refuse_not_finite(counts: Tensor, searches: Sequence[_ScoreSearch]) -> None:
@@ -467,68 +487,72 @@ def _index_rounds(blocks: int) -> list[tuple[int, int]]:
     return [(width * turn, 1 << width) for turn in reversed(range(rounds))]
 
 
-class Pool:
-    """One selection over several tables: they lose ``need`` bytes together, wherever scores are
-    smallest.
+class _Pool:
+    """One selection over several tables: together they lose ``need`` bytes, wherever scores are
+    smallest. Without tables it changes nothing.
 
-    Blocks are removed in the order of (score, table, global index) until the bytes are reached; a
-    table at its own limit is passed over. Tables narrow their histograms side by side, and the pool
-    finds in each round the bucket in which the bytes are reached, the same for all of its tables. A
-    table that reaches its own limit before that bucket leaves the pool and goes on alone.
+    Blocks are removed in the order of (score, table, global index) until the bytes are reached. A
+    table that has lost its own maximum is passed over.
+
+    The tables search side by side. In each round the pool finds the bucket in which the bytes are
+    reached, the same for all of its tables. A table that reaches its maximum in a lower bucket
+    leaves the pool and continues alone.
 
     Args:
-        need: bytes to remove, at least 1; the last block may exceed it.
-        prices: bytes of a block of each table.
+        need: bytes to remove; the last block may exceed it.
 
     Attributes:
-        searches: of the tables in the pool, with their prices.
-        bucket: where the bytes were reached in the last round.
+        prices: the searches of the tables in the pool, and the bytes of a block of each.
+        bucket: the bucket in which the bytes were reached in the last round.
     """
 
-    searches: dict[_Search, int]
-
-    def __init__(self, need: int, prices: Sequence[int]) -> None:
-        self._need, self.prices = need, prices
+    def __init__(self, need: int) -> None:
+        self._need = need
+        self.prices: dict[_Search, int] = {}
         self.bucket = 0
 
-    def limit(self, asked: Sequence[_Search], upto: Tensor, buckets: Tensor) -> None:
-        """Replace the buckets in which tables reach their own limits by the one in which the bytes
-        are reached, if it comes first.
+    def limit(self, searches: Sequence[_Search], upto: Tensor, buckets: Tensor) -> None:
+        """Replace the buckets in which tables reach their own maximum by the one in which the bytes
+        are reached, where it is lower.
 
         Args:
-            asked: the tables of this round, of the pool or not.
-            upto: blocks up to and including each bucket, int64 ``(asked, buckets)``.
-            buckets: int64 ``(asked, 1)``; changed in place.
+            searches: the tables of this round, of the pool or not.
+            upto: blocks up to and including each bucket, int64 ``(searches, buckets)``.
+            buckets: the bucket of each table, int64 ``(searches, 1)``; changed in place.
         """
-        rows = [row for row, search in enumerate(asked) if search in self.searches]
+        rows = [row for row, search in enumerate(searches) if search in self.prices]
         if not rows:
             return
-        prices = torch.tensor([self.searches[asked[row]] for row in rows]).unsqueeze(1)
-        limits = torch.tensor([asked[row].left for row in rows]).unsqueeze(1)
-        # Bytes removed up to and including each bucket; no table gives more than its limit.
-        removed = (torch.minimum(upto[rows], limits) * prices).sum(0)
-        # The last bucket if all tables together don't reach the bytes.
+        prices = torch.tensor([self.prices[searches[row]] for row in rows]).unsqueeze(1)
+        most = torch.tensor([searches[row].left for row in rows]).unsqueeze(1)
+        # Bytes removed up to and including each bucket; no table loses more than its maximum.
+        removed = (torch.minimum(upto[rows], most) * prices).sum(0)
+        # The last bucket if all tables together do not reach the bytes.
         self.bucket = min(int((removed < self._need).sum()), removed.numel() - 1)
         if self.bucket:
             self._need -= int(removed[self.bucket - 1])
         for row, bucket in zip(rows, buckets[rows].flatten().tolist(), strict=True):
             if bucket < self.bucket:
-                del self.searches[asked[row]]
+                del self.prices[searches[row]]
         buckets[rows] = buckets[rows].clamp(max=self.bucket)
 
     def share(self, last: bool) -> None:
-        """Take what is still needed from the blocks inside the bucket, after each round: from all,
-        or in the ``last`` round, when their scores are equal, from the first tables."""
-        most = {search: min(search.left, search.inside) for search in self.searches}
-        total = sum(blocks * self.searches[search] for search, blocks in most.items())
+        """Divide the bytes that are still needed among the tables, after each round.
+
+        If all blocks in the bucket are needed, every table loses its own. In the ``last`` round the
+        scores in the bucket are equal, and the first tables lose theirs. Otherwise another round
+        must tell the blocks apart.
+        """
+        most = {search: min(search.left, search.inside) for search in self.prices}
+        total = sum(blocks * self.prices[search] for search, blocks in most.items())
         if not last and total > self._need:
-            # Another round must tell them apart, even for a table that loses all of its own.
-            for search in self.searches:
+            # Not even a table whose whole bucket may be removed is done.
+            for search in self.prices:
                 search.done = False
             return
-        for search, price in self.searches.items():
-            # Rounded up: the last block may exceed the bytes. Nothing once they are reached.
+        for search, price in self.prices.items():
+            # Rounded up, as the last block may exceed the bytes; 0 once they are reached.
             search.left = max(min(most[search], -(-self._need // price)), 0)
             self._need -= search.left * price
             search.done = last or search.left == search.inside
-        self.searches = {}
+        self.prices = {}

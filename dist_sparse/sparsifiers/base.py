@@ -2,9 +2,9 @@
 
 :class:`BaseDataSparsifier` keeps the names, signatures and results of its ancestor in
 ``torch.ao.pruning._experimental`` for plain data, and adds sharded tables and whole models. It
-drives two stores with one interface: :mod:`~dist_sparse.sparsifiers.dense_store` for plain data,
-:mod:`~dist_sparse.sparsifiers.packed_store` for sharded tables, whose packed bits live with their
-shards.
+uses two stores with one interface: :mod:`~dist_sparse.sparsifiers.dense_store` for plain data, and
+:mod:`~dist_sparse.sparsifiers.packed_store` for sharded tables, whose packed bits are stored with
+their shards.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from dist_sparse.tables.shards import ShardedData, Source
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
+# Names that repr() shows.
 _SHOWN = 20
 
-# Attributes that a copy does not take over. `step` in the instance is a replaced method, bound to
-# the original.
+# Attributes that a copy does not get. An instance has `step` if someone has replaced the method: it
+# is bound to the original.
 _UNSAVED = {"masks", "step"}
 
 Found = TypeVar("Found")
@@ -90,7 +91,7 @@ class BaseDataSparsifier(MaskMaker):
         self.defaults: dict[str, Any] = defaults
         self.data_groups: dict[str, dict[str, Any]] = {}
         self.masks = Masks()
-        # Last: registering uses all of the above, in subclasses too.
+        # Last, because registering uses all attributes above, in subclasses too.
         for name, data in data_list or ():
             self.add_data(name, data)
 
@@ -145,7 +146,7 @@ class BaseDataSparsifier(MaskMaker):
                 "Replacing existing data of the same name. - Did you mean a different name?",
                 stacklevel=2,
             )
-        # Of known data, what the caller does not pass stays as it was.
+        # Known data keeps the part of its configuration that the caller does not pass.
         group = self._overlaid(self.data_groups.get(name, self.defaults), config)
         mask = group.get("mask", torch.ones_like(weight))
         if known and reuse_mask:
@@ -201,7 +202,7 @@ class BaseDataSparsifier(MaskMaker):
                     weights_are_on(shard.tensor.device)
                 where = [data.shape, str(data.dtype), data.ranks, data.tiling]
                 facts[f"table {data.name!r}"] = [*where, configs[data.name]]
-        # All ranks have agreed: from here on nothing can fail on some of them alone.
+        # All ranks have agreed. Registering can't fail.
         register()
         return list(configs)
 
@@ -368,11 +369,11 @@ class BaseDataSparsifier(MaskMaker):
         packed = self.masks.tables
         chosen = dict.fromkeys(self.data_groups if names is None else names)
         for name in chosen:
-            self._store(name)  # refuses unknown names
+            self._store(name)  # raises for unknown names
         sharded = [name for name in chosen if name in packed]
         # What can fail comes first. Collective only if a sharded table is squashed.
         located = packed.current() if sharded else {}
-        # It has no masks of sharded tables.
+        # Skips the sharded tables, which this store does not know.
         self.masks.plain.squash([*chosen], write=leave_parametrized)
         for name in sharded:
             if leave_parametrized:
@@ -391,7 +392,7 @@ class BaseDataSparsifier(MaskMaker):
         shards have moved since the last step, or eight blocks of a row that share a byte are in
         different shards: then collective.
         """
-        # Masks with their shards, and weights as a forward would read them.
+        # Bring masks to their shards, and save weights as a forward would read them.
         self.masks.tables.current()
         self.masks.hooks.settle()
         dense = self.masks.plain
@@ -402,8 +403,8 @@ class BaseDataSparsifier(MaskMaker):
         if not packed:
             return saved
         if not plain:
-            # On a rank without a shard of some table of the model, DCP 2.13 looks for an entry of
-            # each empty mapping, and finds none.
+            # Without the empty mappings: on a rank without a shard of some table, DCP 2.13 looks
+            # for an entry of each, and fails.
             saved.clear()
         return {**saved, "sharded": packed.state_dict(configs)}
 
@@ -457,14 +458,14 @@ class BaseDataSparsifier(MaskMaker):
                     facts[f"the state of table {name!r}"] = values
         refusal = "The saved masks of the ranks do not fit together. Nothing was changed."
         packed.compare_holders("load_state_dict()", located, loaded, refusal)
-        # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
+        # DCP fills a gap in a checkpoint with zeros, which no hash on this rank would show.
         _check_removed(packed, loaded)
 
-        # Nothing below can fail: all ranks load, or none. It is local, so that callers can prepare
-        # several states and load all of them or none.
+        # Nothing below can fail, so all ranks load or none. It is local: a caller can prepare
+        # several states, and then load all of them.
         def load() -> None:
             kept = {} if strict else self.data_groups
-            # A state may have configurations without masks, which are not loaded.
+            # Configurations in the state that have no masks are not loaded.
             names = [*commit_dense(), *loaded]
             packed.load(loaded)
             self.data_groups = {name: configs[name] for name in names} | kept
@@ -514,11 +515,11 @@ class BaseDataSparsifier(MaskMaker):
         return self.masks.tables if name in self.masks.tables else self.masks.plain
 
     def _in_order(self, found: Mapping[str, Found]) -> dict[str, Found]:
-        # As registered, plain data and sharded tables mixed.
+        # The order of registration, in which plain data and sharded tables may alternate.
         return {name: found[name] for name in self.data_groups if name in found}
 
     def _refuse_while_enforced(self) -> None:
-        # The enforcer knows no optimizer of new data.
+        # The enforcer has looked up the optimizers of registered data only.
         if self.masks.enforcer is not None:
             raise ValueError("An enforcer is attached: detach() it, register, and attach it again.")
 
@@ -535,7 +536,7 @@ class BaseDataSparsifier(MaskMaker):
 
     def _check_loaded(self, data: ShardedData, config: Mapping[str, Any]) -> None:
         """Refuse the configuration of a table in a state if the next mask update would fail."""
-        # A state may be of another class of sparsifier.
+        # The state may be of another class of sparsifier, with other keys.
         if lacking := sorted(set(self.defaults) - set(config)):
             raise ValueError(
                 f"Error loading {data.name!r}: its configuration in the state lacks {lacking}."
@@ -571,14 +572,14 @@ def _overrides(
     """Return the overrides of each table of a model, whether they were given by glob or for all; of
     several globs that match, later ones win."""
     given: dict[str, dict[str, Any]] = {data.name: {} for data in located}
-    # A default may be a mapping itself: its key is not a glob then.
+    # Globs map to mappings. A default may be a mapping too, but its key is known.
     by_glob = all(isinstance(config[key], Mapping) for key in config.keys() - defaults.keys())
     if not by_glob or config.keys() & defaults.keys():
         config = {"*": config}
     for glob, overrides in config.items():
-        # With keys and globs in one mapping, the globs are unknown keys.
+        # In a mapping of both keys and globs, the globs are reported as unknown keys.
         unknown = sorted(set(overrides) - set(defaults))
-        matching = [each for each in located if fnmatch.filter([each.name, str(each.fqn)], glob)]
+        matching = [data for data in located if fnmatch.filter([data.name, str(data.fqn)], glob)]
         wrong_keys = (
             f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
             f" {sorted(defaults)}. Map either keys to values or globs to such mappings."
@@ -590,8 +591,8 @@ def _overrides(
     return given
 
 
-# Saving and loading. A load is checked whole on all ranks, then put in place whole. Of plain data
-# the format is the ancestor's; what belongs to sharded tables is in ``sharded``.
+# Saving and loading. All ranks check a whole state before any of them loads it. Plain data has the
+# ancestor's format; sharded tables are in the entry ``sharded``.
 
 
 def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -618,11 +619,11 @@ def _check_removed(packed: PackedStore, loaded: Mapping[str, TableMasks]) -> Non
 
 
 def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with the parts that it has left out."""
+    """Return a state with empty mappings for the parts that it has left out."""
     parts = ("state", "data_groups", "_container")
     if not isinstance(saved, Mapping):
         raise ValueError(f"This is not the state of a sparsifier, but a {type(saved).__name__}.")
-    # Beside sharded tables, empty parts are left out.
+    # A state with sharded tables has no empty parts.
     missing = sorted({*parts} - saved.keys())
     if missing and "sharded" not in saved:
         raise ValueError(

@@ -78,7 +78,7 @@ class DenseStore:
         """
         check_memory(name, weight)
         if name in self:
-            # A trial in another container raises before the old data is released.
+            # First in another container, which raises before the old data is released.
             _attach(Container(), name, weight, mask, parametrization)
             self.drop(name)
         _attach(self.container, name, weight, mask, parametrization)
@@ -133,7 +133,7 @@ class DenseStore:
         the user's own tensors first. If masking one raises, nothing has changed."""
         masked = list(filter(self.is_masked, names))
         if write:
-            # Raises before anything is written. One at a time: data may be large.
+            # A first pass raises before anything is written. It stores nothing: data may be large.
             for name in masked:
                 self.effective(name)
             for name in masked:
@@ -168,10 +168,10 @@ class DenseStore:
             ValueError: a mask does not fit its data.
         """
         # Copies: the caller's state must not change with the masks.
-        states = _converted(saved["state"], _dense)
+        states = _converted(saved["state"], lambda mask: mask.to_dense().clone())
         if not strict:
             states = {name: entry for name, entry in states.items() if name not in self}
-        # Filled aside, so that a malformed entry raises before anything is replaced.
+        # In a new container, so that a malformed entry raises before anything is replaced.
         filled = Container()
         _fill(filled, states, configs, saved["_container"])
 
@@ -235,10 +235,6 @@ def _parametrizations(container: Container, name: str) -> nn.Module:
     return container.get_submodule(f"parametrizations.{name}")
 
 
-def _dense(mask: Tensor) -> Tensor:
-    return mask.to_dense().clone()
-
-
 def _converted(
     state: Mapping[str, Mapping[str, Any]], convert: Callable[[Tensor], Tensor]
 ) -> dict[str, dict[str, Any]]:
@@ -260,23 +256,20 @@ def _fill(
     configs: Mapping[str, Mapping[str, Any]],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Fill a container from a saved state; squashed names stay squashed, and a parametrization of
-    the user's gets the buffers that it had."""
+    """Fill a container from a saved state. Squashed names stay squashed. A user's parametrization
+    gets its saved buffers."""
     for name, entry in state.items():
         prefix = f"parametrizations.{name}."
-        found: dict[str, Any] = {
-            "config": configs.get(name),
-            "data": tensors.get(name, tensors.get(f"{prefix}original")),
-            "mask": entry.get("mask"),
-        }
-        for part, value in found.items():
+        config: Any = configs.get(name)
+        data: Any = tensors.get(name, tensors.get(f"{prefix}original"))
+        for part, value in (("config", config), ("data", data), ("mask", entry.get("mask"))):
             if value is None:
                 raise RuntimeError(f"Error loading {name!r}: the state has no {part} of it.")
-        data, config = found["data"].detach().clone(), found["config"]
+        data = data.detach().clone()
         if "parametrization" not in config:
             entry["mask"] = _with_shape_of(data, entry["mask"])
         if name in tensors:
-            # Squashed when it was saved.
+            # A plain buffer: the name was squashed when it was saved.
             container.register_buffer(name, data)
             continue
         _attach(container, name, data, entry["mask"], config.get("parametrization", Masked))

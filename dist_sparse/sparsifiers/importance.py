@@ -1,8 +1,7 @@
-"""Scores that know traffic: how often a row is looked up, and how much its gradients have moved it.
+"""Scores by traffic: how often a row is looked up, and how large its gradients were.
 
-Each is a number for an element, so that it serves every block and sharding: what Adagrad keeps for
-a row of a shard, or the count of its lookups, holds for each of its elements. Blocks are compared
-by the mean over their elements.
+Each score is of an element, so it works with every block and sharding: an element gets the Adagrad
+sum or the lookup count of its row. Blocks are compared by the mean over their elements.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import ByTotals, Measure, RowTotals, squares_times
 from dist_sparse.sparsifiers.masks import Configs
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
-from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
+from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, RowScoring, Scope
 from dist_sparse.tables.shards import FUSED, ROW, Block, Located, Rect, Shard, ShardedData
 
 Score = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
@@ -106,8 +105,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         self.scored_by = checks.choice("score", score, SCORES)
         self.counts_lookups = self.scored_by == "frequency"
         self.decay = checks.level("decay", decay)
-        # Rounded down, a count of 1 would be forgotten at the next update; in float64 its fraction
-        # stays.
+        # An int32 count would be rounded down: a decayed count of 1 would be forgotten at once.
         self.count_dtype = torch.int32 if self.decay == 1 else torch.float64
         if self.scored_by != "norm" and norm not in ("L2", "l2"):
             raise ValueError(
@@ -115,14 +113,15 @@ class ImportanceSparsifier(DataNormSparsifier):
                 " 'L2'."
             )
         self.scope, self.floors = scope, dict(floors or {})
-        self._known: dict[str, list[RowTotals]] = {}
+        # By table, the totals of this rank's shards; set during a mask update only.
+        self._totals: dict[str, list[RowTotals]] = {}
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
     @property
-    # Of others an attribute of the class; here it follows the score, which may be replaced.
+    # A class attribute of the base class. Here it depends on the score, which may be replaced.
     def trains_removed(self) -> bool:  # type: ignore[override]
-        """Whether the score grows by gradients of removed rows; with the others they score 0, or by
-        lookups."""
+        """Whether gradients of removed rows change their score. With the other scores, removed rows
+        score 0, or by their lookups."""
         return self.scored_by == "accumulator"
 
     @property
@@ -132,40 +131,44 @@ class ImportanceSparsifier(DataNormSparsifier):
 
     @property
     def _fast(self) -> str | None:
-        """The score, where no subclass replaces :meth:`score`, so that faster ways to its values
-        hold."""
+        """The score, if no subclass replaces :meth:`score`, so that it can be computed without it;
+        else None."""
         return self.scored_by if type(self).score is ImportanceSparsifier.score else None
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
         """Return the score of each element, float64; see the class."""
         if self.scored_by == "norm":
             return super().score(name, data, offset=offset, **config)
-        measure = ByTotals(partial(self._totals_at, name), self.scored_by == "norm_accumulator")
-        return measure.score(data, offset, torch.empty_like(data, dtype=torch.float64))
+        out = torch.empty_like(data, dtype=torch.float64)
+        return self._by_totals(name).score(data, offset, out)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
         if self._fast in (None, "norm"):
             return super().element_measure(name, config)
-        return ByTotals(partial(self._totals_at, name), self._fast == "norm_accumulator")
+        return self._by_totals(name)
 
-    def row_measure(self, name: str, shard: Shard) -> Scored | None:
+    def _by_totals(self, name: str) -> ByTotals:
+        return ByTotals(partial(self._totals_at, name), self.scored_by == "norm_accumulator")
+
+    def row_measure(self, name: str, shard: Shard) -> RowScoring | None:
         if self._fast in (None, "norm"):
             return super().row_measure(name, shard)
         if self._fast != "norm_accumulator":
-            # Counts decay in all rows; resets of G change rows that nothing has written.
+            # Scores change in rows that no backward has written: decay changes the counts of all
+            # rows, a reset the sums of removed ones.
             return None
-        known = self._totals_at(name, shard.rect[:2])
-        # Backwards write the sums too, in the rows that they write; torch counts all other writes,
-        # such as a load.
-        state = known.total.data_ptr(), known.total._version, known.initial
-        # A copy of float64 weights too, which would be their own double().
+        totals = self._totals_at(name, shard.rect[:2])
+        # A fused backward writes sums in the rows whose weights it writes, without a new version.
+        # torch counts all other writes, such as a load.
+        version = totals.total.data_ptr(), totals.total._version, totals.initial
+        # copy=True: squares_times() overwrites its arguments, and double() of float64 is no copy.
         return lambda data, rows: squares_times(
-            data.to(torch.float64, copy=True), known.of_rows(rows)
-        ), state
+            data.to(torch.float64, copy=True), totals.of_rows(rows)
+        ), version
 
     def score_tables(self, located: Located, configs: Configs) -> dict[str, ScoredTable]:
-        # Before anything is scored: score() gets rows, and no table.
-        self._known = self.look_up(located)
+        # Before anything is scored: score() gets some rows, and can't locate their totals.
+        self._totals = self.look_up(located)
         return super().score_tables(located, configs)
 
     def step(self) -> None:
@@ -173,7 +176,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             super().step()
         finally:
             # Views of live storage, which may be replaced before the next mask update.
-            self._known = {}
+            self._totals = {}
         # Only after a mask update that has succeeded, on all ranks alike.
         if self.enable_mask_update and self.decay < 1:
             self._age_counts()
@@ -189,17 +192,18 @@ class ImportanceSparsifier(DataNormSparsifier):
         try:
             return super().audit()
         finally:
-            self._known = {}
+            self._totals = {}
 
     def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
         super().note(facts, located)
         facts["sparsifier.scored_by"] = self.scored_by
         facts["sparsifier.decay"] = self.decay
         for data in located:
-            # Replicas must score alike; copies are trained apart, and the first one's masks count.
+            # Replicas must score alike. Copies that are trained apart may differ: they get the
+            # masks of the first one.
             if data.kept_equal:
-                known = self._known.get(data.name, ())
-                totals = [(data, each.rect, each.total) for each in known]
+                of_shards = self._totals.get(data.name, ())
+                totals = [(data, one.rect, one.total) for one in of_shards]
                 facts.replicas |= shared_tensors(totals, "optimizer state of ")
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
@@ -235,7 +239,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self.scored_by in ("norm", "frequency"):
             # These scores need no sums.
             return []
-        sums, unknown = self.sums(), []
+        sums = self.sums()
+        unknown = []
         for name, data in located.items():
             if not all(shard.tensor.data_ptr() in sums for shard in data.shards):
                 unknown.append(name)
@@ -249,24 +254,26 @@ class ImportanceSparsifier(DataNormSparsifier):
         """
         if self.scored_by == "norm":
             return {}
-        # Lookups need an enforcer too, so that it is asked in any case.
-        totals, known = self.sums(), {}
+        # For "frequency" too: it raises without an enforcer, which counts the lookups.
+        sums = self.sums()
+        totals = {}
         for name, data in located.items():
             if self.scored_by == "frequency":
-                # A lookup is of a whole row: each element has its share, so that blocks compare by
-                # bytes.
+                # A lookup reads a whole row. Each element gets its share, so that rows of tables of
+                # different width compare by bytes.
                 counts = self.masks.tables.table(name).counts
-                share = data.shape[1]
-                known[name] = [
-                    RowTotals(*each, 0.0, share, MOST_COUNTED) for each in counts.items()
+                width = data.shape[1]
+                totals[name] = [
+                    RowTotals(rect, count, share=width, most=MOST_COUNTED)
+                    for rect, count in counts.items()
                 ]
             else:
-                known[name] = [_summed(name, shard, totals) for shard in data.shards]
-        return known
+                totals[name] = [_adagrad_totals(name, shard, sums) for shard in data.shards]
+        return totals
 
     def sums(self) -> Mapping[int, tuple[Tensor, float]]:
         """Return the squared gradients that Adagrad has summed, and their initial value, by the
-        address of the weights, as the enforcer knows them.
+        address of the weights.
 
         Raises:
             ValueError: no enforcer is attached.
@@ -282,25 +289,25 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _totals_at(self, name: str, offset: tuple[int, int]) -> RowTotals:
         """Return the totals of the shard that holds the global (row, column) ``offset``."""
         here = Rect(*offset, 1, 1)
-        for known in self._known.get(name, ()):
-            if known.rect.intersect(here) is not None:
-                return known
+        for totals in self._totals.get(name, ()):
+            if totals.rect.intersect(here) is not None:
+                return totals
         raise ValueError(
             f"Data {name!r}: score={self.scored_by!r} is for the tables of models, from"
             " add_model()."
         )
 
 
-def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]]) -> RowTotals:
-    """Return the sums of a shard's Adagrad.
+def _adagrad_totals(name: str, shard: Shard, sums: Mapping[int, tuple[Tensor, float]]) -> RowTotals:
+    """Return the squared gradients that Adagrad has summed for a shard.
 
     Raises:
         ValueError: no Adagrad steps it.
     """
-    if shard.tensor.data_ptr() not in totals:
+    if shard.tensor.data_ptr() not in sums:
         raise ValueError(
             f"Table {name!r}: no Adagrad steps it, so that there are no sums of squared gradients"
             " to score it by; score='norm' needs none, 'frequency' counts lookups of fused tables."
             " The level 'untouched' needs Adagrad's sums or these counts."
         )
-    return RowTotals(shard.rect, *totals[shard.tensor.data_ptr()])
+    return RowTotals(shard.rect, *sums[shard.tensor.data_ptr()])

@@ -1,11 +1,11 @@
-"""The masks of one sparsifier, what is attached to them, and what they count over all ranks.
+"""The masks of one sparsifier, the objects attached to them, and their counts over all ranks.
 
-:class:`Masks` is what the rest of the package needs of a sparsifier. Its collective methods change
-no mask and no weight; they first check that all ranks make the same call.
+:class:`Masks` is the interface of a sparsifier to the rest of the package. Its collective methods
+change no mask and no weight. They first check that all ranks make the same call.
 
-A :class:`Recorder` counts on each rank what a mask update changes there. The sums over ranks cost
-one small all-reduce per process group in each mask update. Without a recorder nothing is counted.
-A :class:`LastUpdate` keeps what an update zeroes, so that it can be undone.
+A :class:`Recorder` counts what each mask update changes; the sums over ranks cost one small
+all-reduce per process group in each update. Without a recorder nothing is counted. A
+:class:`LastUpdate` keeps the weights that an update zeroes, so that it can be undone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import group_over, traffic
-from dist_sparse.masking.block_masks import MadeMasks
+from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.records import MaskChange, StepRecord, TableStats
@@ -83,12 +83,12 @@ class Enforcer:
 
 
 class Rotation(Protocol):
-    """What rotates tables before each mask update, if anything does."""
+    """Rotates tables before each mask update."""
 
     @property
     def groups(self) -> Sequence[Sequence[str]]:
-        """The tables whose columns hold less and less in a mask update, so that the last ones are
-        removed, grouped as they are rotated together."""
+        """The rotated tables, grouped as they are rotated together. Their columns are sorted by
+        norm, so that a mask update removes the last ones."""
 
     def update(self) -> None:
         """Rotate them. Collective over the groups of the sharded tables."""
@@ -129,7 +129,7 @@ class Recorder:
         """Measure a mask update and record it. If it fails there is no record."""
         started, before = time.perf_counter(), traffic()
         yield
-        # Traffic counts all of this process: nothing else communicates within a mask update.
+        # traffic() counts all collectives of this thread. Here only the mask update sends any.
         self.count += 1
         after = traffic()
         self._done.append(
@@ -146,11 +146,11 @@ class Recorder:
         self,
         packed: PackedStore,
         located: Located,
-        made: Mapping[str, MadeMasks],
+        made: Mapping[str, NewMasks],
         configs: Configs,
     ) -> None:
-        """Count what changes, before the new masks take the place of the old. Collective: one
-        all-reduce a group.
+        """Count what changes, before the new masks replace the old. Collective: one all-reduce a
+        group.
 
         Args:
             packed: the masks so far.
@@ -168,7 +168,7 @@ class Recorder:
             self._changes += (change,)
 
 
-def _counts(table: TableMasks, data: ShardedData, made: MadeMasks) -> list[int]:
+def _counts(table: TableMasks, data: ShardedData, made: NewMasks) -> list[int]:
     """Return removed, flipped and regrown blocks, dead rows, lookups and removed lookups of this
     rank's shards."""
     removed = flipped = regrown = dead = 0
@@ -182,19 +182,29 @@ def _counts(table: TableMasks, data: ShardedData, made: MadeMasks) -> list[int]:
         if before.block == after.block:
             flipped += count_bits(before.bits ^ after.bits)
             regrown += count_bits(after.bits & ~before.bits)
-    # Of the old masks, which have answered these lookups.
+    # Lookups were counted since the last update, under the old masks.
     return [removed, flipped, regrown, dead, *_lookups_here(table, data)]
 
 
 def _change(
     data: ShardedData,
-    made: MadeMasks,
+    made: NewMasks,
     config: Mapping[str, Any],
-    sums: list[int],
+    sums: Sequence[Any],
     same_blocks: bool,
 ) -> MaskChange:
+    """Return the record of one table, from the sums of :func:`_counts` over ranks. None is
+    unknown."""
     removed, flipped, regrown, dead, lookups, removed_lookups = sums
-    change = MaskChange(
+    if not same_blocks:
+        # Masks of different blocks can't be compared.
+        flipped = regrown = None
+    if not data.has_whole_rows:
+        # No rank sees the rows of a table cut by columns.
+        dead = None
+    if not lookups:
+        lookups = removed_lookups = None
+    return MaskChange(
         name=data.name,
         target=configured_level(config),
         threshold=made.threshold.score,
@@ -206,13 +216,6 @@ def _change(
         lookups=lookups,
         removed_lookups=removed_lookups,
     )
-    if not same_blocks:
-        # Masks of different blocks can't be compared.
-        change = replace(change, flipped_blocks=None, regrown_blocks=None)
-    if not data.has_whole_rows:
-        # No rank sees the rows of a table cut by columns.
-        change = replace(change, dead_rows=None)
-    return change if lookups else replace(change, lookups=None, removed_lookups=None)
 
 
 def configured_level(config: Mapping[str, Any]) -> float | None:
@@ -237,14 +240,14 @@ def counted_rows(packed: PackedStore, data: ShardedData) -> list[tuple[Tensor, T
 
 
 def _lookups_here(table: TableMasks, data: ShardedData) -> list[int]:
-    """Return all lookups of this rank's part of a table and those of its removed rows: counted ones
-    where its score needs counts, otherwise those that enforcers have sampled since the last mask
-    update, 0 where they see no lookups or the removed rows are not known. Local."""
+    """Return all lookups of this rank's part of a table, and the lookups of its removed rows. They
+    are counted if the score needs counts, and sampled by the enforcer since the last mask update
+    otherwise; 0 if there is no enforcer or removed rows are not known. Local."""
     sums = torch.zeros(2, dtype=torch.float64)
     if knows_removed_rows(data, table.block):
         for held in table.leftmost:
             sums += held.lookups.cpu()
-    # Counts that decay have fractions; sums are rounded once.
+    # Decayed counts have fractions. Rounding the sum once loses less than rounding each.
     found: list[int] = sums.round().long().tolist()
     return found
 
@@ -265,13 +268,13 @@ def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class _Removed:
-    """What an update removes of one shard.
+    """The elements of one shard that an update removes.
 
     Args:
         mask: bits of 0 for newly removed blocks.
-        rows: flags of the rows that it leaves nothing of, bool ``(rect.rows,)``.
-        values: the removed elements of the weights, part by part, then those of each optimizer
-            state; empty for a state that belongs to no weight.
+        rows: flags of the rows that are newly removed whole, bool ``(rect.rows,)``.
+        values: for the weights and then for each optimizer state, the removed elements, part by
+            part; empty for a state that is neither by element nor by row.
     """
 
     mask: BlockMask
@@ -290,8 +293,8 @@ class LastUpdate:
         self.before: Mapping[str, TableMasks] = {}
         self._removed: dict[str, list[_Removed]] = {}
 
-    def keep(self, masks: Masks, located: Located, made: Mapping[str, MadeMasks]) -> None:
-        """Take the place of the update that was kept so far. Called before anything is zeroed."""
+    def keep(self, masks: Masks, located: Located, made: Mapping[str, NewMasks]) -> None:
+        """Replace the update that was kept so far. Must be called before anything is zeroed."""
         states = masks.hooks.states()
         self._removed = {}
         for name, new in made.items():
@@ -319,12 +322,12 @@ class LastUpdate:
     def undo(self, masks: Masks, located: Located) -> None:
         """Put masks, removed weights and their optimizer state back, as they were before."""
         masks.tables.load(self.before)
-        # Zeroes the blocks that the update brought back; the weights below must come later.
+        # First, because it zeroes what the old masks remove. The restored weights come after it.
         masks.hooks.renew()
         states = masks.hooks.states()
         for name, removed in self._removed.items():
             for shard, one in zip(located[name].shards, removed, strict=True):
-                # A state that an optimizer has made since comes behind the others, and stays.
+                # strict=False: a state created since comes after the others, and stays as it is.
                 for tensor, kept in zip(_tensors_of(shard, states), one.values, strict=False):
                     for (part, flags), values in zip(_parts(tensor, one), kept, strict=True):
                         part.masked_scatter_(flags, values)
@@ -342,7 +345,7 @@ def _tensors_of(shard: Shard, states: Mapping[int, Sequence[Tensor]]) -> list[Te
 
 
 def _removed_of(tensors: Sequence[Tensor], old: BlockMask, new: BlockMask) -> _Removed:
-    # Masks of other blocks can't be compared: then all that is removed counts as new.
+    # Masks of different blocks can't be compared: all that is removed counts as new.
     newly = new.bits if old.block != new.block else new.bits | ~old.bits
     mask = BlockMask(new.rect, new.block, newly)
     removed = _Removed(mask, new.dead_rows() & ~old.dead_rows(), [])
@@ -359,14 +362,19 @@ def _parts(tensor: Tensor, removed: _Removed) -> Iterator[tuple[Tensor, Tensor]]
         for rows, kept in removed.mask.element_chunks(only_removing=True):
             yield tensor.data[rows], ~kept
     elif tensor.numel() == rect.rows:
-        # One number for each row: it is still in use where a part of the row stays.
+        # One number a row: it is in use as long as a part of the row is kept.
         yield tensor.data.view(-1), removed.rows.to(tensor.device)
-    # A step count belongs to no weight.
+    # Other state, such as a step count, belongs to no element.
 
 
 class _MasksHere(NamedTuple):
-    """The masks of one name on this rank, and those of them that it owns; of plain data element by
-    element. ``nbytes`` are those of all masks here."""
+    """The masks of one name on this rank. Masks of plain data have blocks of (1, 1).
+
+    Args:
+        masks: of all shards on this rank.
+        owned: of the shards that this rank counts.
+        nbytes: size of all masks on this rank.
+    """
 
     data: ShardedData
     block: Block
@@ -427,7 +435,7 @@ class Masks:
     def table_stats(self, configs: Configs) -> dict[str, TableStats]:
         """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
         located = self.tables.current_for("table_stats()")
-        # A rank that runs out of memory here would leave the others waiting.
+        # A rank that runs out of memory here must not leave the others waiting in the all-reduce.
         with self.tables.agreeing("table_stats()"):
             here = self.held(located)
             counts = {name: _count(one) for name, one in here.items()}
@@ -473,7 +481,7 @@ class Masks:
         """See :meth:`dist_sparse.BaseDataSparsifier.fingerprint`; ``action`` is the public call,
         for messages."""
         found, located = {}, self.tables.current_for(action)
-        # A hash is a sum over elements: over ranks it is that of the whole mask.
+        # A hash is a sum over elements, so the sum over ranks is the hash of the whole mask.
         for name, (held, [value]) in self._summed(located, _hash).items():
             found[name] = f"{(value + shape_hash(held.data.shape)) % (1 << 64):016x}"
         return found
@@ -483,7 +491,7 @@ class Masks:
         packed, enforced = self.tables, self.enforcer is not None
         located = packed.current_for("audit()")
         with packed.agreeing("audit()"):
-            # Dirty rows are zeroed before a forward reads them: they are no errors.
+            # Dirty rows would be zeroed before the next forward: they are no errors.
             self.hooks.settle()
         refusal = "Masks differ between their holders."
         packed.compare_holders("audit()", located, packed.snapshot(), refusal)
@@ -494,7 +502,7 @@ class Masks:
             for name in (revived if enforced else packed.names)
             if revived[name]
         )
-        # Of all groups: ranks that hold none of a table must not go on alone.
+        # Over all groups, so that ranks without a part of the table raise too.
         with packed.agreeing("audit()"):
             if counts:
                 _report_revived(counts, enforced=enforced)
@@ -507,7 +515,7 @@ class Masks:
             facts["name"] = name
         packed.reshard({name: data})
         table, whole = packed.table(name), Rect(0, 0, *data.shape)
-        # As if every rank held all of the table.
+        # Move to a tiling in which every rank holds the whole table.
         move = table.move(((whole,),) * len(data.tiling))
         arrived = packed.exchange({name: move})[name]
         held = assembled(whole, table.block, arrived, torch.device("cpu"), table.counted)
@@ -527,7 +535,7 @@ def _count_revived(held: _MasksHere) -> list[int]:
     """Count removed weights that are not zero, replicas too."""
     count = 0
     for shard, mask in zip(held.data.shards, held.masks, strict=True):
-        # In chunks: the mask of elements may be as large as the weights.
+        # In chunks: unpacked to elements, a mask may be as large as the weights.
         for rows, kept in mask.element_chunks(only_removing=True):
             count += int(((shard.tensor[rows] != 0) & ~kept).sum())
     return [count]
@@ -593,8 +601,8 @@ def describe(sparsifier: Any) -> str:
             f"Invalid sparsifier of type {type(given).__name__}: must be a sparsifier, or what"
             " sparsify() returned."
         )
-    packed, rows = masks.tables, []
-    held = masks.held(packed.locate())
+    rows = []
+    held = masks.held(masks.tables.locate())
     for name, config in sparsifier.data_groups.items():
         data, size = held[name].data, held[name].nbytes
         dtype = str(data.dtype).removeprefix("torch.")

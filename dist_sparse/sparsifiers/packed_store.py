@@ -1,9 +1,9 @@
-"""Masks of sharded tables, as packed bits that live with their shards.
+"""Masks of sharded tables, as packed bits that are stored with their shards.
 
-A :class:`PackedStore` holds what was registered (sources that locate the tables at any moment) and,
-for each shard on this rank, its :class:`~dist_sparse.masking.masks.BlockMask`. When shards have
-moved since the bits were stored, one all-to-all brings the bits to their new holders. Registration,
-groups and tilings are the same on every rank.
+A :class:`PackedStore` holds the registered sources, which locate the tables whenever they are
+needed, and a :class:`~dist_sparse.masking.masks.BlockMask` for each shard on this rank. If shards
+have moved since, one all-to-all brings the bits to their new holders. Registration, groups and
+tilings are the same on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dist_sparse.checks import to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in
-from dist_sparse.masking.block_masks import MadeMasks
+from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.sparsifiers import pieces
 from dist_sparse.tables.shards import (
@@ -37,13 +37,13 @@ T = TypeVar("T")
 
 @dataclass
 class TableMasks:
-    """This rank's masks of one registered table, for the tiling that they were stored for.
+    """This rank's masks of one registered table, by the tiling at the time they were stored.
 
     Attributes:
-        shards: in their order.
+        shards: the mask and the lookup counts of each shard, in the order of the shards.
         counted: dtype of the counts of lookups; None where lookups are not counted.
         removed: blocks that the masks remove over all ranks, if known.
-        updates: mask updates since registration, which tell states of different steps apart.
+        updates: mask updates since registration. Saved, to detect states of different steps.
     """
 
     source: Source
@@ -67,20 +67,20 @@ class TableMasks:
 
     @property
     def owned(self) -> list[Held]:
-        """What is stored with the shards that this rank owns, once each."""
+        """The masks and counts of the shards that this rank owns, once each."""
         here = {held.mask.rect: held for held in self.shards}
-        # Not of the group, which a rank alone must not make.
+        # Not by a Group: making one is collective, and this is local.
         return [here[rect] for rect in owners(self.tiling)[rank_in(self.ranks)]]
 
     @property
     def leftmost(self) -> list[Held]:
-        """The owned shards whose lookups count: shards of the same rows have the same ones."""
+        """The owned shards whose lookups count: all shards of the same rows have equal counts."""
         return [held for held in self.owned if held.mask.rect.col == 0]
 
     @property
     def removed_here(self) -> int:
-        """Blocks that the masks of this rank's shards remove. Replicas and cut blocks count for
-        their first holder only."""
+        """Number of blocks that the masks of this rank's shards remove. The first holder alone
+        counts a replica or a cut block."""
         return sum(pieces.removed_blocks(held.mask) for held in self.owned)
 
     def move(self, new: pieces.Tiling) -> pieces.Move:
@@ -89,10 +89,12 @@ class TableMasks:
 
     def move_of_whole_blocks(self) -> pieces.Move:
         """Return the move that brings all holders' bits of the blocks that a shard touches."""
-        return self.move(tuple(map(self._whole_blocks, self.tiling)))
-
-    def _whole_blocks(self, rects: Iterable[Rect]) -> tuple[Rect, ...]:
-        return tuple(pieces.whole_blocks(rect, self.block, self.shape) for rect in rects)
+        tiling = []
+        for rects in self.tiling:
+            tiling.append(
+                tuple(pieces.whole_blocks(rect, self.block, self.shape) for rect in rects)
+            )
+        return self.move(tuple(tiling))
 
     def differs_at(self, arrived: Sequence[Held]) -> Rect | None:
         """Return a rectangle where another holder's bits differ from those here, if there is
@@ -107,7 +109,8 @@ class TableMasks:
         return None
 
     def take(self, data: ShardedData, arrived: Sequence[Held]) -> None:
-        """Put together what a :meth:`move` has brought to the shards of ``data``."""
+        """Assemble the masks and counts of the shards of ``data`` from the pieces of a
+        :meth:`move`."""
         self.shards = self._assembled(data, self.block, arrived)
         self.tiling = data.tiling
 
@@ -118,7 +121,7 @@ class TableMasks:
         ]
 
     def follow(self, data: ShardedData) -> None:
-        """Bring the masks to the devices of their shards, where they are not yet."""
+        """Copy masks to the devices of their shards where these differ."""
         devices = [shard.tensor.device for shard in data.shards]
         self.shards = list(map(Held.to, self.shards, devices))
 
@@ -136,7 +139,7 @@ class TableMasks:
             ValueError: they do not fit the table, were changed since they were saved, or do not
                 cover the shards.
         """
-        # Tuples in a state of torch.save, lists where it has been through JSON.
+        # A list where the state was read from JSON.
         if (shape := entry.get("shape")) not in (data.shape, list(data.shape)):
             raise ValueError(
                 f"Table {data.name!r} has the shape {data.shape}; the masks in the state are of"
@@ -144,7 +147,7 @@ class TableMasks:
             )
         try:
             height, width = pieces.ints("block", entry.get("block"), 2, least=1)
-            # The state's: without DCP it may differ from the configured one.
+            # The block of the state, which without DCP may differ from the registered one.
             block, counted = (height, width), self.counted is not None
             saved = pieces.saved_pieces(
                 masks, counts, block, registered=self.block, counted=counted
@@ -171,7 +174,7 @@ class PackedStore:
 
     def __init__(self) -> None:
         self._tables: dict[str, TableMasks] = {}
-        # While a user's update_mask edits the mask of one shard, mask() must return that object.
+        # The mask that a user's update_mask is editing: mask() must return this object meanwhile.
         self._edited: dict[str, Tensor] = {}
         self.version = 0
 
@@ -188,13 +191,13 @@ class PackedStore:
 
     @property
     def sources(self) -> list[Source]:
-        """What was registered and still has a table here, in that order."""
+        """The registered sources that still have a table here, in the order of registration."""
         return list(dict.fromkeys(table.source for table in self._tables.values()))
 
     @property
     def groups(self) -> dict[Ranks, list[str]]:
-        """The tables' names by the global ranks that hold them, in an order that depends on neither
-        rank nor registration; larger groups come later."""
+        """The tables' names by the global ranks that hold them. The order is the same on all ranks,
+        larger groups come later."""
         groups: dict[Ranks, list[str]] = {}
         # By name: ranks may have registered in another order.
         for name in sorted(self._tables):
@@ -202,8 +205,8 @@ class PackedStore:
         return dict(sorted(groups.items(), key=_by_size))
 
     def over_groups(self, names: Collection[str]) -> Iterator[tuple[Group, list[str]]]:
-        """Yield the group of each of these tables, and those that it holds, in an order that all
-        ranks share. No other group is made: its ranks may not be here."""
+        """Yield the groups that hold these tables, each with its tables, in an order that all ranks
+        share. Makes no other group, as the ranks of others may not call this."""
         for ranks, held in self.groups.items():
             if chosen := sorted(set(held).intersection(names)):
                 yield group_over(ranks), chosen
@@ -221,7 +224,7 @@ class PackedStore:
         same tables on every rank."""
         sums = {name: list(value) for name, value in values.items()}
         for group, names in self.over_groups(values):
-            # Hashes have 64 bits and no sign; collectives sum int64.
+            # Hashes are unsigned 64-bit integers; collectives sum int64.
             rows = [list(map(_signed, values[name])) for name in names]
             total = group.all_reduce(torch.tensor(rows, dtype=torch.int64))
             sums.update(zip(names, total.tolist(), strict=True))
@@ -296,7 +299,7 @@ class PackedStore:
             ValueError: a table is no longer in its model, or has another shape.
         """
         found: dict[str, ShardedData] = {}
-        # One walk finds all tables of a model.
+        # One walk of a model finds all of its tables.
         for source in self.sources:
             for data in source.locate(self._tables):
                 self._check_shape(data)
@@ -317,7 +320,7 @@ class PackedStore:
     def current_for(self, action: str) -> dict[str, ShardedData]:
         """:meth:`current`, once all ranks make the public call ``action``. Collective over the
         tables' groups: 32 bytes each."""
-        # A rank that can't locate its tables must stop the others before the exchange.
+        # If a rank can't locate its tables, the others must not wait for it in the exchange.
         with self.agreeing(action):
             located = self.locate()
         self.reshard(located)
@@ -345,7 +348,7 @@ class PackedStore:
         moves = {}
         for name, table in masks.items():
             move = table.move_of_whole_blocks()
-            # Usually nothing is shared: then nothing is sent.
+            # Usually no bit has two holders, and nothing is sent.
             if located[name].replicated or move.new != move.old:
                 moves[name] = move
         arrived = self.exchange(moves)
@@ -361,14 +364,14 @@ class PackedStore:
         return data
 
     def moved(self, located: Located) -> list[str]:
-        """Return the tables whose rectangles differ from those that the bits were stored for. The
-        same on every rank."""
+        """Return the tables whose rectangles have changed since the bits were stored. The same on
+        every rank."""
         return [name for name, data in located.items() if data.tiling != self._tables[name].tiling]
 
     def reshard(self, located: Located) -> None:
         """Bring the bits of moved tables to their new holders. Collective over the groups of moved
-        tables: one all-to-all each. Bits whose shard is on another device now follow it, which is
-        local."""
+        tables: one all-to-all each. Bits whose shard is on another device now are copied there,
+        which is local."""
         moved = self.moved(located)
         moves = {name: self._tables[name].move(located[name].tiling) for name in moved}
         for name, found in self.exchange(moves).items():
@@ -394,14 +397,14 @@ class PackedStore:
         """Return :attr:`Held.samples` of this rank's shards."""
         return [held.samples for held in self._tables[name].shards]
 
-    def replace(self, data: ShardedData, made: MadeMasks) -> None:
+    def replace(self, data: ShardedData, made: NewMasks) -> None:
         """Replace the masks of this rank's shards in a mask update, by masks of the rectangles that
         it holds in ``data``."""
         table = self._tables[data.name]
         shards = [
             held.with_mask(new.mask) for held, new in zip(table.shards, made.masks, strict=True)
         ]
-        # A mask update that changes nothing keeps the masks themselves.
+        # If nothing changes, these are the same objects, and enforcers keep their state.
         self.version += shards != table.shards
         table.shards, table.tiling = shards, data.tiling
         table.block, table.removed = made.block, made.removed
@@ -456,7 +459,7 @@ class PackedStore:
         """Return the tables' masks and counts of lookups as tensors in global coordinates, their
         ``configs``, shapes, blocks and numbers of mask updates as JSON. Local, unless column
         borders cut bytes of masks: then collective."""
-        # First, as it may be collective: nothing below communicates.
+        # First, because it may be collective. Nothing below communicates.
         writes = self._masks_to_write()
         tables, masks = {}, {}
         for name, table in self._tables.items():
@@ -474,7 +477,7 @@ class PackedStore:
             if table.counted is not None
         }
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
-        # Without counts there is no entry: for an empty mapping DCP looks in vain.
+        # No entry without counts: DCP fails to find an entry of an empty mapping.
         return {**saved, "counts": counts} if counts else saved
 
     def _masks_to_write(self) -> dict[str, list[BlockMask]]:
@@ -486,7 +489,7 @@ class PackedStore:
             parts, cuts_bytes = pieces.written(table.tiling, table.block, table.shape)
             moves[name] = table.move(parts)
             if cuts_bytes:
-                # The same on all ranks: all of them take part in the exchange, or none.
+                # Known from metadata, so that all ranks of the group take part in the exchange.
                 cut[name] = moves[name]
         arrived, cpu = self.exchange(cut), torch.device("cpu")
         found: dict[str, list[BlockMask]] = {}
@@ -533,7 +536,7 @@ class PackedStore:
     def load(self, loaded: Mapping[str, TableMasks]) -> None:
         """Put what :meth:`prepare` or :meth:`snapshot` has returned in place."""
         for name, table in loaded.items():
-            # Copies, without the samples of the lookups before.
+            # Copies, because the sampled lookups cached in the originals are of other masks.
             self._tables[name] = replace(table, shards=list(map(replace, table.shards)))
         self.version += 1
 
@@ -551,7 +554,7 @@ class PackedStore:
             )
 
     def _masks_in_place(self, name: str) -> list[BlockMask]:
-        """:meth:`masks`, for a caller that may be alone and so can't reshard them."""
+        """Return :meth:`masks` without communication. Raise if they would need to be resharded."""
         if self.moved({name: self.find(name)}):
             raise ValueError(
                 f"The shards of table {name!r} have moved since its masks were last used: call"

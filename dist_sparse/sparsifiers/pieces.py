@@ -1,9 +1,9 @@
-"""Parts of masks and lookup counts, by global rectangle: exchanged between ranks, saved, and read
-back for the current shards; hashes of masks and weights.
+"""Parts of masks and lookup counts by global rectangle: exchanged between ranks, saved, and loaded
+for the current shards; hashes of masks and weights.
 
-A state has a tensor of each table for torch.distributed.checkpoint, in global coordinates: eight
-blocks of a row of blocks to a byte, each row of blocks beginning a new byte; the lookups of each
-row. It also has this rank's pieces, keyed by their global rectangle, for torch.save.
+For torch.distributed.checkpoint, a state has tensors of each table in global coordinates: the mask,
+eight blocks to a byte, where each row of blocks begins a new byte; and the lookups of each row. For
+torch.save, it has this rank's pieces, keyed by their global rectangle.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, o
 # The rectangles of each rank.
 Tiling = tuple[tuple[Rect, ...], ...]
 
-# Lookups of a row from which on more make no difference. Half of the range of int32, so that as
-# many again can be counted before a clamp.
+# Lookups of a row are clamped to this number. Half of the range of int32, so that as many again can
+# be counted before the next clamp.
 MOST_COUNTED = 1 << 30
 
 
@@ -38,9 +38,11 @@ def assembled(
     device: torch.device,
     counted: torch.dtype | None,
 ) -> Held:
-    """Return what belongs to ``rect``, from pieces that cover it: a copy on ``device``. Rows
-    without a piece have no lookups. ``counted`` is the dtype of the counts, that of the pieces may
-    be another; None is no counts.
+    """Return the mask and counts of ``rect`` from pieces that cover it: a copy on ``device``. Rows
+    without a piece have no lookups.
+
+    Args:
+        counted: dtype of the counts, which the pieces may have in another; None: no counts.
 
     Raises:
         ValueError: the pieces leave a block uncovered, or differ where they overlap.
@@ -52,7 +54,7 @@ def assembled(
             masks.append(part.mask)
             counts[first : first + common.rows] = part.counts
     if len(masks) == 1 and masks[0].grid == grid_of(rect, block):
-        # Usually shards are as they were: their bits need not be unpacked.
+        # The usual case, one piece for the same blocks: nothing to unpack.
         return Held(BlockMask(rect, block, masks[0].bits.to(device, copy=True)), counts)
     return Held(BlockMask.assemble(rect, block, masks, device), counts)
 
@@ -64,17 +66,17 @@ def no_counts(rect: Rect, counted: torch.dtype | None, device: torch.device | st
     return torch.zeros(rect.rows, dtype=counted, device=device)
 
 
-# Exchange. Both sides derive the order of messages from the tilings, so only values are sent.
+# Exchange. Both sides derive the order of messages from the tilings, so messages have no header.
 
 
 class Move(NamedTuple):
-    """Masks of a table on their way from the owners in one tiling to the holders in another.
+    """A move of a table's masks from the owners in one tiling to the holders in another.
 
     Args:
-        held: what this rank holds of the old tiling.
-        block: of the masks, known on ranks without one too.
-        old, new: the rectangles before, and the rectangles to cover.
-        counted: dtype of the lookup counts that go with them; None if there are none.
+        held: the masks and counts that this rank holds in the old tiling.
+        block: of the masks. Ranks without a mask need it too.
+        old, new: both tilings.
+        counted: dtype of the lookup counts that move with the masks; None: no counts.
     """
 
     held: Sequence[Held]
@@ -90,21 +92,21 @@ def exchange(group: Group, moves: Sequence[Move]) -> list[list[Held]]:
     parcels = Parcels(group)
     arriving = [_packed(parcels, group.rank, move) for move in moves]
     parcels.exchange(torch.device("cpu"))
-    found: list[list[Held]] = []
+    arrived: list[list[Held]] = []
     for move, parts in zip(moves, arriving, strict=True):
-        found.append([])
+        arrived.append([])
         for rect, bits, counts in parts:
             # Copies: a view would keep the received bytes of all tables alive.
             mask = BlockMask(rect, move.block, bits().clone())
-            found[-1].append(Held(mask, counts().clone()))
-    return found
+            arrived[-1].append(Held(mask, counts().clone()))
+    return arrived
 
 
 def _packed(
     parcels: Parcels, rank: int, move: Move
 ) -> list[tuple[Rect, Callable[[], Tensor], Callable[[], Tensor]]]:
-    """Pack what a move sends from this rank; return the rectangles that it brings here, with
-    functions that read their bits and counts."""
+    """Pack the pieces that a move sends from this rank. Return the rectangles of the pieces that it
+    brings here, with functions that read their bits and counts."""
     owned = owners(move.old)
     here = {held.mask.rect: held for held in move.held}
     for receiver, wanted in enumerate(move.new):
@@ -136,11 +138,11 @@ def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rec
 
 
 def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> tuple[Tiling, bool]:
-    """Return for each rank the parts of a table's mask that it writes to a checkpoint, of each
-    shard that it owns the bytes whose first block begins in it; and whether the last byte of any
-    holds bits of other shards.
+    """Return for each rank the parts of a table's mask that it writes to a checkpoint: for each
+    owned shard, the bytes whose first block begins in it. Also return whether the last byte of any
+    part holds bits of other shards.
 
-    Over all shards they tile the table.
+    Over all ranks, the parts tile the table.
     """
     # A byte is eight blocks of one row of blocks.
     height, width = block[0], 8 * block[1]
@@ -148,7 +150,7 @@ def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> tuple[Tilin
     for owned in owners(tiling):
         held = []
         for rect in owned:
-            # The last block of a table may be smaller.
+            # Rounding up may pass the end of the table, as its last block may be smaller.
             top, left = min(_up(rect.row, height), shape[0]), min(_up(rect.col, width), shape[1])
             bottom = min(_up(rect.row_end, height), shape[0])
             right = min(_up(rect.col_end, width), shape[1])
@@ -205,7 +207,7 @@ def saved_masks(
     wants, kept = [], []
     for held in shards:
         mask = held.mask
-        # Bytes at the borders of shards are wanted by both.
+        # Bytes across the border of two shards are read by both.
         wants.append(_place_of(mask.grid))
         bits = mask.bits.to("cpu", copy=True)
         digest = f"{hash_tensor(mask.bits):016x}"
@@ -245,12 +247,12 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a value is missing, unknown or malformed; names the table and the key.
     """
-    # JSON, not pickled values: torch.load(weights_only=True) reads it.
+    # JSON rather than pickled values, for torch.load(weights_only=True).
     tables = from_json("the tables of the state", saved.get("tables", "{}"))
     for name, entry in tables.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
             raise ValueError(f"Table {name!r}: the state has no configuration of it.")
-        # An unknown key may change the meaning of the others.
+        # Refused, because a newer release may give the other keys another meaning.
         if unknown := sorted(set(entry) - {"shape", "block", "updates", "removed", "config"}):
             raise ValueError(
                 f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer"
@@ -275,7 +277,8 @@ def mapping_of(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
 def saved_pieces(
     masks: object, counts: object, block: Block, *, registered: Block, counted: bool
 ) -> list[Held]:
-    """Return this rank's pieces of a table in a state, with what DCP has loaded, if it has.
+    """Return this rank's pieces of a table in a state, with the values that DCP has loaded, if
+    any.
 
     Args:
         masks, counts: its tensors in the state.
@@ -308,7 +311,7 @@ def _kept_mask(rect: Rect, block: Block, entry: Mapping[str, Any]) -> BlockMask:
     bits = entry.get("bits")
     if not isinstance(bits, Tensor):
         raise ValueError(f"Invalid piece of masks {rect} in the state: it has no bits.")
-    # Refuses bits of another length.
+    # The constructor refuses bits of another length.
     mask = BlockMask(rect, block, bits)
     if entry.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
         raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")
@@ -325,7 +328,8 @@ def _checked(saved: object, missing: str) -> ChunkedTensor:
 
 
 def _with_counts(pieces: Sequence[Held], saved: object) -> list[Held]:
-    """Return pieces with their lookup counts, of any counted dtype, which have the same order."""
+    """Return pieces with their lookup counts, which have the same order and may have any counted
+    dtype."""
     saved = _checked(saved, "the state has no counts of lookups; it is of another score.")
     counts: Sequence[Any] | None = saved.loaded
     if counts is None:
@@ -344,15 +348,15 @@ def _with_counts(pieces: Sequence[Held], saved: object) -> list[Held]:
 
 
 def _valid_counts(saved: Any, rows: int) -> bool:
-    # Counts that decay have fractions; counts that are never forgotten are integers.
+    # Decayed counts are float64, others int32.
     if getattr(saved, "dtype", None) not in (torch.int32, torch.float64):
         return False
     return saved.shape == (rows,) and bool(((saved >= 0) & (saved < torch.inf)).all())
 
 
 def _place_of(grid: Grid) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return where the bytes that a grid of blocks touches begin in a saved mask, and how many rows
-    and columns of bytes they are."""
+    """Return the (row, column) and the number of (rows, columns) of the bytes in a saved mask that
+    a grid of blocks touches."""
     wide = -(-(grid.col % 8 + grid.cols) // 8)
     return (grid.row, grid.col // 8), (grid.rows, wide)
 
@@ -375,7 +379,7 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
     grid, wide = grid_of(rect, block), chunk.shape[1]
     if grid.blocks == 0:
         return chunk.flatten()
-    # The shard may begin or end within a byte: then its bits move.
+    # The shard may begin or end within a byte, so its bits are unpacked and packed again.
     lead = grid.col % 8
     writer = BitWriter(grid.blocks, chunk.device)
     # In chunks of about a million flags, a byte each.
@@ -387,7 +391,7 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
 
 def ints(key: str, value: Any, count: int, least: int) -> tuple[int, ...]:
     """Return a sequence of ints of a state, checked."""
-    # Not bool, which is an int too.
+    # By type, because bool is an int too.
     is_ints = isinstance(value, (tuple, list)) and [*map(type, value)] == [int] * count
     if is_ints and min(value) >= least:
         return tuple(value)
@@ -396,13 +400,14 @@ def ints(key: str, value: Any, count: int, least: int) -> tuple[int, ...]:
     )
 
 
-# Hashes. That of a mask is the sum, modulo 2**64, of a(row) * b(column) over its removed elements,
-# with pseudo-random a and b. Sums can be taken over any pieces in any order, so it depends on
-# neither the sharding nor the blocks. It detects accidents, not attacks.
+# Hashes. The hash of a mask is the sum, modulo 2**64, of a(row) * b(column) over its removed
+# elements, with pseudo-random a and b. A sum over pieces in any order is the same, so the hash
+# depends on neither the sharding nor the blocks. It detects accidents, not attacks.
 
 
+# Seeds of a(row) and b(column).
 _ROWS, _COLS = 0x51, 0xC3
-# Odd, so that multiplying by it can be undone. Saved states hold hashes made with it.
+# Odd, so that the product is invertible modulo 2**64. Saved states hold such hashes.
 _MIX = 0x1E3779B97F4A7C15
 
 
@@ -426,18 +431,18 @@ def hash_tensor(tensor: Tensor) -> int:
 def _hashed(tensor: Tensor) -> Tensor:
     """Return :func:`hash_tensor` modulo 2**64, an int64 scalar on the device of ``tensor``.
 
-    Each word is mixed with its position by steps that can be undone, so a change of one word always
-    changes the sum; and not linearly, so that changes which cancel as numbers do not cancel here.
+    Each word is mixed with its position by invertible steps, so a change of one word always changes
+    the sum. The steps are not linear, so changes that cancel as numbers do not cancel here.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    # The length counts: zeros at the end would change nothing else.
+    # Begin with the length. Zeros at the end would not show otherwise.
     total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
     step = pieces_on(raw.device).hashed
     for start in range(0, raw.numel(), step):
         part = raw[start : start + step]
-        # Copied, as a view as int64 must begin at a word, and to whole words.
+        # Padded to whole words. pad() copies, so the view as int64 is aligned.
         words = functional.pad(part, (0, -part.numel() % 8)).view(torch.int64)
-        # Mixed with their position, so that swapped words are noticed.
+        # The position makes swapped words show.
         mixed = torch.arange(start // 8, start // 8 + words.numel(), device=words.device)
         mixed.mul_(_MIX).bitwise_xor_(words)
         for shift in (32, 29):
@@ -454,29 +459,29 @@ def shape_hash(shape: tuple[int, int]) -> int:
 
 
 def shared_weights(tables: Sequence[ShardedData]) -> dict[str, Replica]:
-    """Return hashes of the weights that this rank holds in common with others, by place; local."""
+    """Return hashes of the weights that other ranks hold too, by table and rectangle. Local."""
     return shared_tensors([(data, *shard) for data in tables for shard in data.shards])
 
 
 def shared_tensors(
     held: Iterable[tuple[ShardedData, Rect, Tensor]], what: str = ""
 ) -> dict[str, Replica]:
-    """Return hashes of the tensors of shards that this rank holds in common with others, by place;
-    local."""
+    """Return hashes of the tensors of shards that other ranks hold too, by table and rectangle.
+    Local."""
     hashes: dict[str, Tensor] = {}
     holders_of: dict[str, tuple[bool, int]] = {}
     for data, rect, tensor in held:
-        # Rectangles of other ranks are known from metadata: equal ones are replicas.
+        # The rectangles of all ranks are known from metadata; equal ones are replicas.
         holders = [rank for rank, rects in enumerate(data.tiling) if rect in rects]
         if len(holders) > 1:
             place = f"{what}{data.name} {rect}"
             hashes[place] = _hashed(tensor)
             holders_of[place] = holders[0] == rank_in(data.ranks), len(holders)
-    found = {}
-    # One wait for all of them.
+    replicas = {}
+    # One wait for all hashes on a device.
     for place, value in zip(hashes, on_host([*hashes.values()]), strict=True):
-        found[place] = Replica(int(value) % (1 << 64), *holders_of[place])
-    return found
+        replicas[place] = Replica(int(value) % (1 << 64), *holders_of[place])
+    return replicas
 
 
 def _mix(values: Tensor, seed: int) -> Tensor:

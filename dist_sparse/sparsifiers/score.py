@@ -1,8 +1,8 @@
 """Sparsifiers that remove the blocks with the smallest scores.
 
-A subclass defines how much an element matters (:meth:`ScoreSparsifier.score`); the frame computes
-block means, the exact k smallest over all ranks, ties, edge blocks, and the elements inside a
-block. Plain data runs the same code as a world of one.
+A subclass defines how much an element matters (:meth:`ScoreSparsifier.score`). The base class
+computes block means and selects exactly the k smallest over all ranks, with ties, edge blocks and
+single elements of blocks. Plain data runs the same code in a group of one rank.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block, 
 from dist_sparse.groups import Facts, Group, rank_in
 from dist_sparse.masking.block_masks import (
     Goal,
-    MadeMasks,
+    NewMasks,
     ScoredTable,
-    cuts_of,
+    find_cuts,
     new_masks,
     score_tables,
 )
@@ -52,9 +52,9 @@ Norm = Literal["L1", "L2", "l1", "l2"]
 Scope = Literal["table", "global"]
 SCOPES = get_args(Scope)
 
-# How elements of a shard are scored, and anything else that decides about their scores: if it
-# differs from the last time, kept scores are out of date.
-Scored = tuple[RowMeasure, object]
+# How elements of a shard are scored, and a version of everything else that their scores depend on:
+# if it differs from the last time, kept scores are out of date.
+RowScoring = tuple[RowMeasure, object]
 
 
 class ScoreSparsifier(BaseDataSparsifier):
@@ -117,10 +117,10 @@ class ScoreSparsifier(BaseDataSparsifier):
         **defaults: Any,
     ) -> None:
         sparse_block_shape = _shape_of(sparse_block_shape)
-        # While an enforcer tracks writes.
+        # Of shards whose writes an enforcer tracks.
         self._kept_scores: dict[tuple[str, Rect], KeptScores] = {}
         self._whole_blocks = zeros_per_block is None
-        # As a number, like the ancestor's.
+        # A number in the configuration, as in the ancestor's.
         if zeros_per_block is None:
             zeros_per_block = _area_of(sparse_block_shape)
         super().__init__(
@@ -158,9 +158,11 @@ class ScoreSparsifier(BaseDataSparsifier):
         matrix = _as_scored_matrix(name, data.detach())
         table = whole(name, matrix, sharding="plain")
         [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group())
-        # A table without elements has no shard, and so no mask.
+        # Data without elements has no shard, and so no new mask. Its mask gets the same dtype.
+        dense = torch.ones(data.shape, dtype=torch.int8, device=data.device)
         for new in made.masks:
-            self.get_mask(name).data = new.mask.dense().view(data.shape)
+            dense = new.mask.dense().view(data.shape)
+        self.get_mask(name).data = dense
 
     @property
     def measure(self) -> Literal["L1", "L2"] | None:
@@ -180,18 +182,21 @@ class ScoreSparsifier(BaseDataSparsifier):
         return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
 
     def _with_kept_scores(self, goals: Mapping[str, Goal]) -> dict[str, Goal]:
-        """Return the goals of a mask update, with the scores that are kept."""
+        """Return the goals of a mask update, with kept scores where they can be used."""
         if integer("full_every", self.full_every, least=1) == 1:
             return dict(goals)
-        # Scores of shards that are not found below are forgotten: without an enforcer, all of them.
-        before, self._kept_scores = self._kept_scores, {}
-        found, written = dict(goals), self.masks.hooks.written()
+        # Starts empty: what _keeping() does not take over is forgotten. Without an enforcer, that
+        # is everything.
+        before = self._kept_scores
+        self._kept_scores = {}
+        written = self.masks.hooks.written()
+        kept = dict(goals)
         for name, goal in goals.items():
-            # Else a written row would change scores of other rows, or of another rank.
+            # A mask by element reads the weights of every row anyway. Replicas must score alike,
+            # whatever their ranks have kept.
             if not (goal.by_element or goal.data.replicated):
-                keeping = self._keeping(name, goal, written, before)
-                found[name] = replace(goal, keeping=keeping)
-        return found
+                kept[name] = replace(goal, keeping=self._keeping(name, goal, written, before))
+        return kept
 
     def _keeping(
         self,
@@ -199,41 +204,42 @@ class ScoreSparsifier(BaseDataSparsifier):
         goal: Goal,
         written: Mapping[int, Written],
         before: Mapping[tuple[str, Rect], KeptScores],
-    ) -> Keeping | None:
-        """Return the kept scores of a table; None if none are.
+    ) -> dict[Rect, Keeping]:
+        """Return the kept scores of a table, by shard.
 
         Args:
-            written: the rows that were written, by the address of the weights; only of shards whose
-                every write is seen.
-            before: the scores that were kept so far.
+            written: written rows by the address of the weights, for shards whose every write is
+                tracked.
+            before: the scores kept so far.
         """
-        kept: dict[Rect, KeptScores] = {}
-        measures: dict[Rect, RowMeasure] = {}
-        of: dict[Rect, object] = {}
-        for shard in goal.data.shards:
-            seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
-            if seen is None or not worth_keeping(rect, goal.block):
-                continue
-            how = self.row_measure(name, shard)
-            if how is None:
-                continue
-            scores = before.get((name, rect), KeptScores(seen))
-            if scores.written is not seen:
-                # Rows written before ``seen`` began are unknown: nothing that was kept counts.
-                scores = KeptScores(seen)
-            self._kept_scores[name, rect] = kept[rect] = scores
-            measures[rect], of[rect] = how
+        keeping: dict[Rect, Keeping] = {}
         masks = {mask.rect: mask for mask in self.masks.tables.masks(name)}
-        return Keeping(kept, measures, of, masks, self.full_every) if kept else None
+        for shard in goal.data.shards:
+            rect = shard.rect
+            tracked = written.get(shard.tensor.data_ptr())
+            if tracked is None or not worth_keeping(rect, goal.block):
+                continue
+            scoring = self.row_measure(name, shard)
+            if scoring is None:
+                continue
+            scores = before.get((name, rect), KeptScores(tracked))
+            if scores.written is not tracked:
+                # Rows written before this tracking began are unknown: the kept scores are void.
+                scores = KeptScores(tracked)
+            self._kept_scores[name, rect] = scores
+            keeping[rect] = Keeping(
+                scores, *scoring, goal.data.shape, goal.block, masks, self.full_every
+            )
+        return keeping
 
-    def row_measure(self, name: str, shard: Shard) -> Scored | None:
-        """Return how rows of a shard are scored that are not neighbours, and what else decides
-        about their scores; None if only whole shards can be scored: then no scores are kept."""
+    def row_measure(self, name: str, shard: Shard) -> RowScoring | None:
+        """Return how any selection of a shard's rows is scored, and the version of these scores.
+        None if only whole shards can be scored: then no scores are kept."""
         return None if self.measure is None else (self.measure, self.measure)
 
     def select_masks(
         self, scored: Mapping[str, ScoredTable], names: list[str], group: Group
-    ) -> dict[str, MadeMasks]:
+    ) -> dict[str, NewMasks]:
         """Return the new masks of ``names``: the collective half of a mask update."""
         tables = [scored[name] for name in names]
         made = new_masks(tables, group, pooled=self.scope == "global")
@@ -252,14 +258,14 @@ class ScoreSparsifier(BaseDataSparsifier):
                 self.masks.enforcer.settle()
                 located = self.masks.tables.locate()
                 kept = self.score_tables(located, self.data_groups).values()
-                fresh = _scored_by_goal(replace(table.goal, keeping=None) for table in kept)
+                fresh = _scored_by_goal(replace(table.goal, keeping={}) for table in kept)
                 for one, other in zip(kept, fresh, strict=True):
                     _check_kept(one, other)
         return super().audit()
 
     def apply_masks(self) -> None:
         super().apply_masks()
-        # It is called after writes that torch does not count.
+        # Users call it after writes that torch does not count, which no tracking sees.
         self._kept_scores = {}
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
@@ -278,7 +284,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             )
         goal = self._goal(data, config)
         # Raises for blocks that lose only some elements and are cut by a border.
-        cuts_of(goal)
+        find_cuts(goal)
         return check_cached(data, (1, 1) if goal.by_element else goal.block)
 
     def check_levels(self, levels: Mapping[str, float | str]) -> None:
@@ -298,7 +304,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         if self.scope != "global":
             return
         groups = list(self.masks.tables.groups.values())
-        # Bytes, as tables differ in width and dtype.
+        # In bytes, because tables differ in width and dtype.
         need = most = 0
         for goal in goals.values():
             need += goal.k * goal.price
@@ -321,10 +327,10 @@ class ScoreSparsifier(BaseDataSparsifier):
             zeros = area
         zeros = integer("zeros_per_block", zeros, least=least, most=area, of=data.name)
         level = config["sparsity_level"]
-        only_zeros = config["sparsity_level"] == UNTOUCHED
+        only_zeros = level == UNTOUCHED
         if only_zeros:
             self._check_untouched(data, block)
-            # As many as there are: the selection finds how many.
+            # No limit: the selection counts the blocks that score 0.
             level = 1.0
         level = min(max(number("sparsity_level", level, of=data.name), 0.0), 1.0)
         if zeros == 0:
@@ -336,7 +342,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         return Goal(
             data=data,
             block=block,
-            # Of a pool of tables ``k`` counts on average: one table may lose fewer blocks.
+            # In a pool, ``k`` is an average over the tables, and ``most`` limits this one.
             k=k if self.scope == "global" else min(k, most),
             most=most,
             zeros=max(zeros, 1),
@@ -360,20 +366,20 @@ class ScoreSparsifier(BaseDataSparsifier):
     def _most_removed(self, data: ShardedData, block: Block, blocks: int, level: float) -> int:
         """Return how many of a table's blocks may be removed at most, whatever they score."""
         floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)
-        # A floor of 0.07 keeps 7 of 100 blocks, although 0.07 * 100 is a little more than 7.
+        # A floor of 0.07 keeps 7 of 100 blocks, although 0.07 * 100 is 7.000000000000001.
         most = blocks - math.ceil(floor * blocks - 1e-9)
         if choice("scope", self.scope, SCOPES) == "table":
             return most
         _check_pooled(data, block)
-        # A table that is scheduled to stay dense takes no part; one that is not to be emptied keeps
-        # a block, however small its scores.
+        # A table at level 0 stays dense. Below level 1, at least one block stays, however small its
+        # scores.
         if level == 0:
             return 0
         return most if level == 1 else min(most, blocks - 1)
 
     def _measure_of(self, data: ShardedData, config: Mapping[str, Any]) -> Measure:
         if data.name in chain.from_iterable(getattr(self.masks.rotation, "groups", ())):
-            # Rotated columns are sorted: the last ones hold least.
+            # A rotation sorts the columns by norm, the last ones hold the least.
             return partial(_places, data.shape[1])
         return self.element_measure(data.name, config)
 
@@ -385,8 +391,9 @@ class ScoreSparsifier(BaseDataSparsifier):
         )
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole blocks stay whole when another block is given without zeros_per_block."""
-        # Shapes as text are parsed here: add_data and add_model both pass.
+        """Return a copy of ``config``, changed to what the caller passed. Whole blocks stay whole
+        if the caller passes another block without ``zeros_per_block``."""
+        # Shapes as text are parsed here, since add_data() and add_model() both call this.
         group = super()._overlaid(config, given)
         group["sparse_block_shape"] = _shape_of(group["sparse_block_shape"])
         whole = config["zeros_per_block"] == _area_of(config["sparse_block_shape"])
@@ -446,12 +453,12 @@ class DataNormSparsifier(ScoreSparsifier):
 
     @property
     def measure(self) -> Literal["L1", "L2"] | None:
-        # The fast measure of a parent is that of the parent's score.
+        # A subclass with its own score() must not be scored by the fast measure of this class.
         return self.norm if type(self).score is DataNormSparsifier.score else None
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
         """Return ``|x|`` or ``x * x``, float64."""
-        # Float64, so that bfloat16 and float16 do not overflow or round.
+        # In float64, squares of bfloat16 and float16 neither overflow nor round.
         exact = data.double()
         return exact.abs() if self.norm == "L1" else exact * exact
 
@@ -479,8 +486,8 @@ def _check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
 
 
 def _places(columns: int, data: Tensor, offset: tuple[int, int]) -> Tensor:
-    """Score the columns of a rotated table by their position, so that the last ones are removed
-    first. Never equal."""
+    """Score the columns of a rotated table by their position, all different, so that the last ones
+    are removed first."""
     # The first column of the table scores highest, ``columns``; the last one scores 1.
     first = columns - offset[1]
     return torch.arange(first, first - data.shape[1], -1, device=data.device).expand(data.shape)
@@ -493,7 +500,7 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
         ValueError: plain data, or blocks that differ in their bytes.
     """
     plain = f"Data {data.name!r}: scope='global' is for the tables of models, from add_model()."
-    # Blocks at the edge are smaller, and cost fewer bytes than others of their score.
+    # A smaller block at the edge would be compared by its mean score, but remove fewer bytes.
     edges = (
         f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do;"
         f" {block} does not divide {data.shape}."

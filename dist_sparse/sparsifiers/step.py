@@ -1,7 +1,7 @@
-"""One mask update: locate, score, agree, select, apply; and what it needs of a sparsifier.
+"""One mask update: locate, score, agree, select, apply; and the interface of a sparsifier to it.
 
-Nothing of a sharded table is written before all ranks have agreed that the update can succeed. The
-masks of plain data are put back if the update fails, whatever the reason.
+No sharded table is written before all ranks have agreed that the update can succeed. If the update
+fails for any reason, the masks of plain data are restored.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Facts, Group
-from dist_sparse.masking.block_masks import MadeMasks
-from dist_sparse.masking.masks import BlockMask, Held
+from dist_sparse.masking.block_masks import NewMasks
+from dist_sparse.masking.masks import BlockMask, Held, ShardChange
 from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.masks import Configs, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
@@ -31,7 +31,10 @@ from dist_sparse.tables.shards import (
     owners,
 )
 
-# The facts of each group, and the names of its tables.
+# The live masks of plain data, each with a copy of its values before the update.
+PlainMasks = list[tuple[Tensor, Tensor]]
+
+# For each group its facts, which must be equal on all of its ranks, and the names of its tables.
 Noted = Sequence[tuple[Facts, list[str]]]
 
 
@@ -43,8 +46,8 @@ _DRIFTED = (
 
 
 class MaskMaker(abc.ABC):
-    """What mask updates and loads need of a sparsifier: its attributes, and the methods that
-    subclasses define. See :class:`~dist_sparse.extend.BaseDataSparsifier`."""
+    """The attributes and methods of a sparsifier that mask updates and loads use. See
+    :class:`~dist_sparse.extend.BaseDataSparsifier`."""
 
     defaults: dict[str, Any]
     data_groups: dict[str, dict[str, Any]]
@@ -63,7 +66,7 @@ class MaskMaker(abc.ABC):
         Raises:
             ValueError: on every rank; no mask and no weight has changed.
         """
-        # Schedulers compare it, so that calls without an update count too.
+        # Calls without an update count too: schedulers compare this number with their own.
         self.step_count += 1
         if self.enable_mask_update:
             update_masks(self)
@@ -87,16 +90,15 @@ class MaskMaker(abc.ABC):
         return check_cached(data, (1, 1))
 
     def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
-        """Note what else must be equal on all ranks of the group of ``located`` in a mask update.
+        """Add facts that must be equal on all ranks of the group of ``located`` in a mask update.
         For subclasses."""
         facts["sparsifier.counts_lookups"] = self.counts_lookups
 
     def score_tables(self, located: Located, configs: Configs) -> Any:
-        """Score this rank's shards: the local half of a mask update. Here :meth:`update_mask` on
-        each shard.
+        """Score this rank's shards: the local half of a mask update. Must neither communicate nor
+        change anything. :meth:`select_masks` gets the returned value.
 
-        For subclasses that make masks in another way, with :meth:`select_masks`, which gets the
-        returned value. Must neither communicate nor change anything.
+        This class calls :meth:`update_mask` on each shard. Subclasses may override both methods.
 
         Args:
             located: the sharded tables as they are stored now, by name.
@@ -110,14 +112,14 @@ class MaskMaker(abc.ABC):
                 with self.masks.tables.editing(name, mask):
                     self.update_mask(name, shard.tensor, **configs[name])
                 new = BlockMask.of_elements(shard.rect, mask)
-                # A user's own rule says nothing about zeros: all that is removed is written.
+                # A user's rule may remove weights that are not zero: write all removed ones.
                 made[name].append(NewMask(new, ~new.bits))
         return made
 
-    def select_masks(self, scored: Any, names: list[str], group: Group) -> Mapping[str, MadeMasks]:
+    def select_masks(self, scored: Any, names: list[str], group: Group) -> Mapping[str, NewMasks]:
         """Return the new masks of ``names``, which are stored over ``group``: the collective half
-        of a mask update. Here it sends nothing."""
-        return {name: MadeMasks(scored[name], (1, 1)) for name in names}
+        of a mask update. This class sends nothing."""
+        return {name: NewMasks(scored[name], (1, 1)) for name in names}
 
 
 @torch.no_grad()
@@ -125,15 +127,15 @@ def update_masks(sparsifier: MaskMaker) -> None:
     """Update every mask. Collective over the groups of the sharded tables: every rank must call it.
 
     Raises:
-        ValueError: on every rank; no mask and no weight has changed, but that tables may be
+        ValueError: on every rank; no mask and no weight has changed, except that tables may be
             rotated.
     """
     masks, packed = sparsifier.masks, sparsifier.masks.tables
     if masks.rotation is not None:
-        # Before anything is scored: it moves the norm of a table into its first columns.
+        # Before scoring: a rotation moves the norm of a table into its first columns.
         masks.rotation.update()
     recorder = masks.recorder
-    before: list[tuple[Tensor, Tensor]] = []
+    before: PlainMasks = []
     try:
         with nullcontext() if recorder is None else recorder.step():
             located, made = make_masks(sparsifier, before)
@@ -143,30 +145,28 @@ def update_masks(sparsifier: MaskMaker) -> None:
                 masks.undo.keep(masks, located, made)
             _apply(packed, located, made)
     except BaseException:
-        # KeyboardInterrupt too: a mask of plain data that was half edited must not stay.
+        # KeyboardInterrupt too: no mask of plain data may stay half edited.
         for mask, old in before:
             mask.data = old
         raise
     masks.hooks.end_step()
 
 
-def make_masks(
-    sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]
-) -> tuple[Located, dict[str, MadeMasks]]:
+def make_masks(sparsifier: MaskMaker, before: PlainMasks) -> tuple[Located, dict[str, NewMasks]]:
     """Return the sharded tables as they are stored now, and their new masks, not put in place yet.
     Collective.
 
     Args:
         sparsifier: whose masks.
-        before: takes the live masks of plain data, which change at once, each with a copy.
+        before: gets the live masks of plain data, which change at once, each with a copy.
     """
     packed = sparsifier.masks.tables
-    # Masks must follow shards that have moved first where a user's update_mask edits them, or where
-    # an enforcer zeroes weights by them.
+    # If shards have moved, masks must move before scoring where a user's update_mask reads them, or
+    # where an enforcer zeroes weights by them.
     edits = type(sparsifier).score_tables is MaskMaker.score_tables
     in_place = edits or sparsifier.masks.enforcer is not None
-    # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops all
-    # ranks here.
+    # 1. Local: locate, score, collect facts. 2. Agree: an error or a difference stops all ranks
+    # here.
     with packed.agreeing("step()") as noted:
         located = packed.locate()
         _note_facts(noted, located, sparsifier)
@@ -180,29 +180,29 @@ def make_masks(
         with packed.agreeing("step()") as noted:
             scored = _score(sparsifier, located, before, noted)
     # 4. Collective: select.
-    made: dict[str, MadeMasks] = {}
+    made: dict[str, NewMasks] = {}
     for group, names in packed.over_groups(located):
         made |= sparsifier.select_masks(scored, names, group)
-    return located, _of_first_copies(packed, located, made)
+    return located, _replace_by_first_copies(packed, located, made)
 
 
 def _score(
     sparsifier: MaskMaker,
     located: Located,
-    before: list[tuple[Tensor, Tensor]],
+    before: PlainMasks,
     noted: Noted,
 ) -> Any:
-    """Score plain data and this rank's shards, and note what must be equal on all ranks."""
+    """Score plain data and this rank's shards, and add the facts that follow from them."""
     _update_plain(sparsifier, before)
     for name, data in located.items():
         check_writable(data)
         if data.kernel == CACHED:
-            # Only some blocks can be masked there, and a schedule may have changed the block.
+            # A cached kernel allows some blocks only, and a schedule may have changed the block.
             sparsifier.check_config(data, sparsifier.data_groups[name])
     scored = sparsifier.score_tables(located, sparsifier.data_groups)
     for facts, names in noted:
         tables = [located[name] for name in names]
-        # Copies are trained apart.
+        # Copies that are trained apart may differ.
         if equal := [data for data in tables if data.kept_equal]:
             facts.replicas |= shared_weights(equal)
         facts.drift_error = _DRIFTED
@@ -210,10 +210,10 @@ def _score(
     return scored
 
 
-def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) -> None:
+def _update_plain(sparsifier: MaskMaker, before: PlainMasks) -> None:
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
-    # Zeroes revived weights, which scores must not see.
+    # Zeroes revived weights, which must not be scored.
     sparsifier.masks.hooks.begin_step()
     dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, list(dense.state)):
@@ -223,14 +223,14 @@ def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) ->
         sparsifier.update_mask(name, dense.weight(name), **sparsifier.data_groups[name])
 
 
-def _apply(packed: PackedStore, located: Located, made: Mapping[str, MadeMasks]) -> None:
+def _apply(packed: PackedStore, located: Located, made: Mapping[str, NewMasks]) -> None:
     """Zero newly removed weights, and put the new masks in place. Local."""
-    # All tables in one list: many small ones are zeroed together.
+    # One list for all tables: on an accelerator, they share launches.
     changes = []
     for name, new in made.items():
         shards = zip(located[name].shards, packed.masks(name), new.masks, strict=True)
         for shard, old, (mask, dirty) in shards:
-            changes.append((mask, shard.tensor, old, dirty))
+            changes.append(ShardChange(mask, shard.tensor, old, dirty))
     BlockMask.apply_all_changed_(changes)
     # Masks last: if a write fails, none of them claims zeros that were not written.
     for name, new in made.items():
@@ -238,24 +238,25 @@ def _apply(packed: PackedStore, located: Located, made: Mapping[str, MadeMasks])
 
 
 def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
-    """Note what must be equal on all ranks."""
-    moved = set(sparsifier.masks.tables.moved(located))
+    """Add the facts that are known before scoring."""
+    masks = sparsifier.masks
+    moved = set(masks.tables.moved(located))
     for facts, names in noted:
-        facts["whether steps are recorded"] = sparsifier.masks.recorder is not None
-        facts["whether an enforcer is attached"] = sparsifier.masks.enforcer is not None
+        facts["whether steps are recorded"] = masks.recorder is not None
+        facts["whether an enforcer is attached"] = masks.enforcer is not None
         facts["the list of moved tables"] = sorted(moved.intersection(names))
         for name in names:
             data = located[name]
             facts[f"the config of table {name!r}"] = sparsifier.data_groups[name]
             facts[f"the shape of table {name!r}"] = [*data.shape, str(data.dtype)]
-            # add_model() has compared the tilings of models, which takes long at 1,000 ranks.
+            # add_model() has compared the tilings of models already; that is slow at 1,000 ranks.
             if name in moved or data.fqn is None:
                 facts[f"the sharding of table {name!r}"] = data.tiling
 
 
-def _of_first_copies(
-    packed: PackedStore, located: Located, made: Mapping[str, MadeMasks]
-) -> dict[str, MadeMasks]:
+def _replace_by_first_copies(
+    packed: PackedStore, located: Located, made: Mapping[str, NewMasks]
+) -> dict[str, NewMasks]:
     """Replace the new masks of copies that are trained apart (2-D parallelism) by the first copy's.
     Collective over the groups of such copies: one all-to-all of packed bits each."""
     moves = {}
@@ -263,20 +264,21 @@ def _of_first_copies(
         if data.copied:
             held = [Held(mask) for mask, _ in made[name].masks]
             moves[name] = Move(held, made[name].block, data.tiling, _later_copies(data))
-    taken = dict(made)
+    replaced = dict(made)
     for name, arrived in packed.exchange(moves).items():
         own = {new.mask.rect: new for new in made[name].masks}
         for copy in arrived:
             first = copy.to(own[copy.mask.rect].mask.bits.device).mask
-            # Blocks that are zero in this copy already need not be those that the other removes.
+            # Weights that are zero in the first copy may not be zero here: write all removed ones.
             own[first.rect] = NewMask(first, ~first.bits)
+        # A rank may hold two replicas of a shard: in the order of its shards, not of ``own``.
         masks = [own[new.mask.rect] for new in made[name].masks]
-        taken[name] = made[name]._replace(masks=masks)
-    return taken
+        replaced[name] = made[name]._replace(masks=masks)
+    return replaced
 
 
 def _later_copies(data: ShardedData) -> Tiling:
-    """Return for each rank the rectangles that it holds and another rank owns."""
+    """Return for each rank the rectangles that it holds but another rank owns."""
     later = []
     for held, owned in zip(data.tiling, owners(data.tiling), strict=True):
         later.append(tuple(rect for rect in dict.fromkeys(held) if rect not in owned))

@@ -326,6 +326,17 @@ class TestMendedBugs:
         sparsifier.squash_mask()
         assert torch.equal(data, before * mask)
 
+    @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,), (0, 0)], ids=str)
+    def test_mask_of_data_without_elements_is_int8_too(self, shape: tuple[int, ...]) -> None:
+        """The ancestor raises a RuntimeError."""
+        sparsifier = DataNormSparsifier([("w", torch.zeros(shape))], 0.5)
+        mask = sparsifier.get_mask("w")
+        sparsifier.step()
+        assert sparsifier.get_mask("w") is mask
+        assert mask.shape == shape and mask.dtype == torch.int8
+        with pytest.raises(RuntimeError):
+            mask_of(Ancestor, torch.zeros(shape))
+
     def test_bug_13_one_dimension_is_a_row(self) -> None:
         data = random(10)
         mask = mask_of(DataNormSparsifier, data, sparse_block_shape=(1, 4))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Group
 from dist_sparse.masking.scores import Segment
-from dist_sparse.masking.selection import Candidates, Pool, select_smallest
+from dist_sparse.masking.selection import Candidates, select_smallest
 
 
 def together(tables: list[Tensor], most: list[int], prices: list[int], need: int) -> list[Tensor]:
@@ -18,9 +18,11 @@ def together(tables: list[Tensor], most: list[int], prices: list[int], need: int
     segments = [Segment(0, range(1), 1) for _ in tables]
     for segment, scores in zip(segments, tables, strict=True):
         segment.add(scores.view(torch.int32).view(-1, 1).clone())
-    candidates = [Candidates(str(i), k, len(tables[i]), [segments[i]]) for i, k in enumerate(most)]
-    pool = Pool(need, [price for price, k in zip(prices, most, strict=True) if k])
-    thresholds = select_smallest(candidates, Group(), pool=pool)
+    candidates = [
+        Candidates(str(i), k, len(tables[i]), [segments[i]], price=prices[i])
+        for i, k in enumerate(most)
+    ]
+    thresholds = select_smallest(candidates, Group(), pooled_bytes=need)
     found = []
     for segment, threshold, scores in zip(segments, thresholds, tables, strict=True):
         parts = [threshold.removes(segment, at, bits) for at, bits in segment.chunks()]
