@@ -67,11 +67,6 @@ def shape_of(table: ShardedData) -> TableShape:
     return TableShape(table.name, table.shape, table.dtype)
 
 
-def dense_bytes(tables: Iterable[TableShape]) -> int:
-    """Return the bytes of tables as they are trained."""
-    return sum(math.prod(table.shape) * table.dtype.itemsize for table in tables)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServedBytes:
     """Bytes of served tables, by part.

@@ -16,7 +16,6 @@ from glob import escape
 from typing import Any, ClassVar, TypeVar
 
 from dist_sparse.checks import UNTOUCHED, number, scheduled_level
-from dist_sparse.groups import world_group
 from dist_sparse.schedulers import curves
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.curves import Curve, Window
@@ -152,7 +151,7 @@ class ReadyDataScheduler(BaseDataScheduler):
     def _agreed_values(self) -> Mapping[str, Any]:
         """Return the values of this step, once all ranks have the same plan. Collective over all
         ranks."""
-        return self._local_values(world_group())
+        return self._local_values()
 
     def _updates_masks(self) -> bool:
         return self.window.updates(self.last_epoch)
@@ -319,8 +318,10 @@ class CurveDataScheduler(ReadyDataScheduler):
 
     def _check_plan(self) -> None:
         if self.end is None and self.curve in _GROWING:
-            rule = "must have an end, an int >= begin; a constant level none"
-            raise ValueError(f"Invalid end=None: {type(self).__name__} {rule}.")
+            raise ValueError(
+                f"Invalid end=None: {type(self).__name__} must have an end, an int >= begin; a"
+                " constant level none."
+            )
         super()._check_plan()
         if isinstance(self.final, dict):
             finals = self.final.items()

@@ -143,12 +143,13 @@ class SparsifyArgs:
         one = f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
         decay = f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts"
         rotated = "Invalid scope='global' with rotate: rotated columns are removed by position."
-        rules = {
-            one: (self.level is None) == (self.budget is None),
-            f"{decay} lookups.": self.decay is not None and self.score != "frequency",
-            rotated: self.scope == "global" and self.rotate is not None,
-        }
-        checks.refuse(rules)
+        checks.refuse(
+            {
+                one: (self.level is None) == (self.budget is None),
+                f"{decay} lookups.": self.decay is not None and self.score != "frequency",
+                rotated: self.scope == "global" and self.rotate is not None,
+            }
+        )
 
     def _take_untouched(self) -> None:
         """Set the defaults of the level ``"untouched"``: Adagrad's sums, and one mask update."""
@@ -447,8 +448,8 @@ def budget_levels(
         shape = resolve_block(name, args.block, data.shape)
         floor = floors.get(name, 0.0)
         tables.append(_PrunedTable(data, shape, floor, sizes.get(name, 0)))
-    total = _dense_bytes(located)
-    dense = total - _dense_bytes(pruned)
+    total = dense_bytes(located.values())
+    dense = total - dense_bytes(pruned.values())
     is_global = args.scope == "global"
 
     def served(step: int, is_global: bool) -> int:
@@ -503,11 +504,12 @@ class _PrunedTable:
             f"{needs} whole rows, or columns that are rotated; blocks of {block} are served as"
             " zeros, and save no bytes. Give a level instead."
         )
-        rules = {
-            divide: shape[0] % block[0] or shape[1] % block[1],
-            save: block[1] < shape[1] and not self.group,
-        }
-        checks.refuse(rules)
+        checks.refuse(
+            {
+                divide: shape[0] % block[0] or shape[1] % block[1],
+                save: block[1] < shape[1] and not self.group,
+            }
+        )
 
     @cached_property
     def blocks(self) -> int:
@@ -540,5 +542,6 @@ class _PrunedTable:
         return rows * width * itemsize + basis
 
 
-def _dense_bytes(tables: Located) -> int:
-    return sum(math.prod(data.shape) * data.dtype.itemsize for data in tables.values())
+def dense_bytes(tables: Iterable[Any]) -> int:
+    """Return the bytes of tables, anything with a shape and a dtype, as they are trained."""
+    return sum(math.prod(table.shape) * table.dtype.itemsize for table in tables)

@@ -170,23 +170,24 @@ class Guard:
         state = self.state
         sparsifier = self._sparsifier
         masks = sparsifier.masks
-        rules: dict[str, object] = {
-            f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in _SIGNS,
-            f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
-            not in (None, mode),
-            "guard() stops schedules of a final level: those of functions have none.": (
-                not isinstance(self._scheduler, CurveDataScheduler)
-            ),
-            "guard() can't undo updates that rotate tables.": masks.rotation is not None,
-            # An update shrinks the counts of lookups. Other scores count none: decay is 1.
-            f"guard() can't undo the decay={sparsifier.decay} of counts of lookups.": (
-                sparsifier.decay < 1
-            ),
-            "The first guard() must come before the first mask update that removes weights: its"
-            " metric is the reference, and nothing was kept of earlier updates. Validate before"
-            " begin=, or begin later.": state.mode is None and not masks.tables.keeps_all,
-        }
-        checks.refuse(rules)
+        checks.refuse(
+            {
+                f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in _SIGNS,
+                f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
+                not in (None, mode),
+                "guard() stops schedules of a final level: those of functions have none.": (
+                    not isinstance(self._scheduler, CurveDataScheduler)
+                ),
+                "guard() can't undo updates that rotate tables.": masks.rotation is not None,
+                # An update shrinks the counts of lookups. Other scores count none: decay is 1.
+                f"guard() can't undo the decay={sparsifier.decay} of counts of lookups.": (
+                    sparsifier.decay < 1
+                ),
+                "The first guard() must come before the first mask update that removes weights: its"
+                " metric is the reference, and nothing was kept of earlier updates. Validate before"
+                " begin=, or begin later.": state.mode is None and not masks.tables.keeps_all,
+            }
+        )
         self._last.check(masks.tables.locate())
         return float(value)
 
@@ -268,12 +269,12 @@ def save(
 ) -> dict[str, Any]:
     """Return the whole state: see :meth:`dist_sparse.SparseTraining.state_dict`."""
     # Tables that were squashed since construction have no configuration, and no floor.
-    floored = sorted(sparsifier.floors.keys() & sparsifier.data_groups)
+    floored = sparsifier.floors.keys() & sparsifier.data_groups
     parts = {
         "scheduler": scheduler.state_dict(),
         "score": sparsifier.scored_by,
         "scope": sparsifier.scope,
-        "floors": {name: sparsifier.floors[name] for name in floored},
+        "floors": {name: sparsifier.floors[name] for name in sorted(floored)},
         "guard": asdict(guard.state),
     }
     return {
@@ -346,15 +347,16 @@ def _parse(
     _check_keys("The entry 'floors' of the state", floors, set(), set(sparsifier.data_groups))
     score = checks.choice("score", parts["score"], SCORES)
     param = schedule["schedule_param"]
-    rules = {
-        f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.": param
-        != scheduler.schedule_param,
-        # sparsify() attaches the counters of lookups: a state can't switch them on.
-        f"The state is scored by {score!r}: pass score={score!r} to sparsify().": (
-            (score == "frequency") != sparsifier.counts_lookups
-        ),
-    }
-    checks.refuse(rules)
+    checks.refuse(
+        {
+            f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.": param
+            != scheduler.schedule_param,
+            # sparsify() attaches the counters of lookups: a state can't switch them on.
+            f"The state is scored by {score!r}: pass score={score!r} to sparsify().": (
+                (score == "frequency") != sparsifier.counts_lookups
+            ),
+        }
+    )
     settings = {
         "scored_by": score,
         "scope": checks.choice("scope", parts["scope"], SCOPES),
