@@ -167,7 +167,7 @@ class _Trial:
         for name, data in self.sparsifier.masks.tables.locate().items():
             reference.add_data(name, self.tables[name].to(data.dtype))
         reference.step()
-        # audit() raises if a removed weight is not zero, and returns hashes of the masks.
+        # audit() compares masks with weights too, and returns hashes of the masks.
         wrong = dict(self.sparsifier.audit().items() - reference.fingerprint().items())
         if wrong:
             raise Difference(f"{what}: the masks of {sorted(wrong)} differ from the CPU's")
@@ -208,7 +208,7 @@ def ordinary_steps_never_wait(device: torch.device) -> str:
         features = []
         for seed in range(_STEPS):
             features.append(trial_batch(shapes, seed).to(device))
-            # Computed from the lengths at the first call, which waits.
+            # Computed from the lengths at the first call: before the steps that may not wait.
             features[-1].offsets()
         # The first steps read the masks, and compile kernels.
         _train_on(batch, features[:3])
@@ -401,7 +401,7 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
     outcomes: list[Json] = []
     while left := list(CHECKS)[len(outcomes) :]:
         outcomes += _attempt(device, world, left, progress)
-    passed = all(each["status"] not in _WRONG for each in outcomes)
+    passed = all(outcome["status"] not in _WRONG for outcome in outcomes)
     machine = installed()
     if gpus:
         machine["CUDA"] = str(torch.version.cuda)
@@ -415,20 +415,20 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
     }
 
 
-def as_text(found: Json) -> str:
+def as_text(results: Json) -> str:
     """Return the conclusion of :func:`selftest` and a table."""
     rows = []
     by_status = defaultdict(list)
-    for each in found["outcomes"]:
-        says = printable(f"{each['says']} ({duration(each['seconds'])})")
-        rows.append((each["check"], each["status"], says))
-        by_status[each["status"]].append(each["check"])
-    where = f"on {found['device']}, {number_of(found['nproc'], 'process', 'processes')}"
+    for outcome in results["outcomes"]:
+        text = printable(f"{outcome['says']} ({duration(outcome['seconds'])})")
+        rows.append((outcome["check"], outcome["status"], text))
+        by_status[outcome["status"]].append(outcome["check"])
+    where = f"on {results['device']}, {number_of(results['nproc'], 'process', 'processes')}"
     skipped = len(by_status["not run"])
     verdict = f"As it should be {where}; {skipped} of {len(rows)} checks not run."
     if wrong := [*by_status["differs"], *by_status["failed"]]:
         verdict = f"Not as it should be {where}: {', '.join(wrong)}."
-    machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
+    machine = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     table = table_lines(("check", "status", "result"), rows)
     return "\n".join([*wrapped(verdict), *wrapped(printable(machine)), "", *table])
 

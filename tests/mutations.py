@@ -114,7 +114,7 @@ MUTATIONS = [
     # --------------------------------------------------------------------------------------------------------
     M("training/guard.py", "                _refuse_other_steps(levels, configs, schedule[\"last_epoch\"])\n", "                pass\n", "tests/training"),
     M("training/guard.py", "            _check_next_updates(sparsifier, levels, schedule.get(\"final\", {}))\n", "", "tests/training"),
-    M("training/guard.py", "        _set_attributes(sparsifier, made_with)\n", "        pass\n", "tests/training"),
+    M("training/guard.py", "        _assign(sparsifier, made_with)\n", "        pass\n", "tests/training"),
     M("training/replicas.py", "        replicas = []\n", "", "tests/dist/test_unwrapped.py"),
     M("training/sparsify.py", "if self._warns and not self.finished and self", "if self._warns and self", "tests/training"),
     # -- report

@@ -517,9 +517,9 @@ class _Measurements:
         hashes = []
         for data in located:
             # Only owned rectangles: replicas count once, so their number does not change the hash.
-            held = dict(data.shards)
+            shards = dict(data.shards)
             for rect in data.owned(rank_in(data.ranks)):
-                hashes.append(f"{data.name} {rect} {hash_tensor(held[rect])}")
+                hashes.append(f"{data.name} {rect} {hash_tensor(shards[rect])}")
         # Metrics are rounded: the order of sums may differ from run to run.
         metrics = {name: f"{value:.5g}" for name, value in self.full.items()}
         text = json.dumps([self._world.all_gather_json(hashes), metrics])

@@ -37,6 +37,7 @@ from dist_sparse.planning.candidates import (
     Candidate,
     Choice,
     Choices,
+    Groups,
     TableShape,
     shape_of,
 )
@@ -426,7 +427,7 @@ def _parse_shapes(tables: Any) -> tuple[TableShape, ...]:
     return tuple(parsed)
 
 
-def _rotated_groups(rotate: Any, tables: Sequence[TableShape]) -> tuple[tuple[str, ...], ...]:
+def _rotated_groups(rotate: Any, tables: Sequence[TableShape]) -> Groups:
     """Return the groups of ``rotate``, checked."""
     columns = {table.name: table.shape[1] for table in tables}
     groups = tuple(map(tuple, rotation_groups(rotate or [], columns)))

@@ -83,7 +83,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
             check_writable(data)
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
             weights += [shard.tensor.detach() for shard in data.shards]
-        # Mask all rows now: an enforcer would otherwise zero dirty ones while others are scored.
+        # Mask dirty rows first: revived weights must be neither scored nor saved.
         settle_all(weights)
         saved = [weight.clone() for weight in weights]
     try:

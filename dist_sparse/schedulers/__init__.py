@@ -166,8 +166,8 @@ class ReadyDataScheduler(BaseDataScheduler):
 
     def _values_at(self, update: int | None) -> dict[str, Any]:
         """Return the values of a mask update by name; None is before ``begin``."""
-        given = by_name(self._given, self.data_sparsifier.data_groups)
-        return {name: self._value(name, update, each) for name, each in given.items()}
+        finals = by_name(self._given, self.data_sparsifier.data_groups)
+        return {name: self._value(name, update, final) for name, final in finals.items()}
 
     @property
     def _given(self) -> Any:

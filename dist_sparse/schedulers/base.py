@@ -99,7 +99,7 @@ class BaseDataScheduler:
         self.last_epoch = last_epoch
         self._step_count = 0
         self.verbose = verbose
-        # As in torch.ao, whose schedulers warn in get_schedule_param() if this is False.
+        # torch.ao's attribute, which schedulers that were written for it may read.
         self._get_sp_called_within_step = False
         self._last_param: dict[str, Any] = {}
         self.step()
@@ -300,7 +300,7 @@ class BaseDataScheduler:
     def _warn_of_wrong_order(self) -> None:
         """Warn if the sparsifier has not stepped since the scheduler was constructed."""
         sparsifier = self.data_sparsifier
-        # Not _record(): a copy of a scheduler has none, and must not get one by asking.
+        # Not _record(), which would create one: a copy of a scheduler has none, and never warns.
         record = sparsifier.masks.schedulers.get(self, _Record())
         # An instance attribute hides the method, which counts the calls.
         if "step" in vars(sparsifier):

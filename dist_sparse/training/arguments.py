@@ -42,9 +42,9 @@ from dist_sparse.tables.shards import (
 Level = float | Literal["untouched", "auto"]
 Levels = Level | Mapping[str, Level]
 OptimizerState = Literal["keep", "reset"]
+MakeScheduler = Callable[..., schedulers.ReadyDataScheduler]
 Schedule = (
-    Literal["constant", "cosine", "cubic", "exponential", "linear", "one_shot"]
-    | Callable[..., schedulers.ReadyDataScheduler]
+    Literal["constant", "cosine", "cubic", "exponential", "linear", "one_shot"] | MakeScheduler
 )
 
 
@@ -53,7 +53,7 @@ def _one_shot(*args: Any, end: int, every: int, **kwargs: Any) -> schedulers.Rea
     return schedulers.OneShotDataScheduler(*args, **kwargs)
 
 
-_SCHEDULES: dict[str, Callable[..., schedulers.ReadyDataScheduler]] = {
+_SCHEDULES: dict[str, MakeScheduler] = {
     "constant": schedulers.ConstantDataScheduler,
     "cosine": schedulers.CosineDataScheduler,
     "cubic": schedulers.CubicDataScheduler,
@@ -271,7 +271,7 @@ def _dense_reasons(
     # Shards are views of parameters. Whether a parameter is frozen, or an embedding, is known of
     # itself alone, and only the memory of a shard shows to which one it belongs.
     is_frozen = same_storage([p for p in model.parameters() if not p.requires_grad])
-    embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    embeddings = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     is_embedding = same_storage(list(nn.ModuleList(embeddings).parameters()))
     reasons = {}
     for name, data in located.items():

@@ -308,7 +308,7 @@ def prepare_load(
     made_with = {**settings, "data_groups": configs}
     before = {name: getattr(sparsifier, name) for name in made_with}
     try:
-        _set_attributes(sparsifier, made_with)
+        _assign(sparsifier, made_with)
         # Over the world too: where no table is held by all ranks, an error of one would not reach
         # the others.
         with world.agreeing(_ACTION):
@@ -319,13 +319,13 @@ def prepare_load(
                 _refuse_other_steps(levels, configs, schedule["last_epoch"])
             _check_next_updates(sparsifier, levels, schedule.get("final", {}))
     finally:
-        _set_attributes(sparsifier, before)
+        _assign(sparsifier, before)
 
     def commit() -> None:
         # Nothing below communicates or can fail, so that no rank is left with half a state.
         commit_masks()
         commit_schedule()
-        _set_attributes(sparsifier, settings)
+        _assign(sparsifier, settings)
         guard.put(guard_state)
 
     return commit
@@ -360,7 +360,9 @@ def _parse(
     settings = {
         "scored_by": score,
         "scope": checks.choice("scope", parts["scope"], SCOPES),
-        "floors": {name: checks.level(f"floors[{name!r}]", each) for name, each in floors.items()},
+        "floors": {
+            name: checks.level(f"floors[{name!r}]", floor) for name, floor in floors.items()
+        },
     }
     return schedule, settings, GuardState.parsed(parts.get("guard", asdict(GuardState())))
 
@@ -380,7 +382,7 @@ def _check_keys(
     checks.refuse({lacks: missing, other: unknown})
 
 
-def _set_attributes(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:
+def _assign(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         setattr(sparsifier, name, value)
 
@@ -393,7 +395,7 @@ def _refuse_other_steps(
     for name, level in levels.items():
         masked = configs.get(name, {}).get("sparsity_level", level)
         same = masked == level
-        # A level may be "untouched", a word. Numbers may differ by the rounding of another release.
+        # A level may be the word "untouched". Numbers are compared up to rounding.
         if isinstance(masked, (int, float)) and isinstance(level, (int, float)):
             same = math.isclose(masked, level, abs_tol=1e-9)
         if not same:

@@ -347,7 +347,7 @@ class SparseTraining:
             # The hook keeps this object alive as long as the optimizer, even if the caller drops
             # it.
             hook = Hook(lambda *_: self._step())
-            self._handles.append(_stepped_optimizer(optimizers[-1]).register_step_post_hook(hook))
+            self._handles.append(_unwrap(optimizers[-1]).register_step_post_hook(hook))
         (modules,) = walked.modules.values()
         unused = dict(_unsharded_collections(modules, self.sparsifier.data_groups))
         self._unused = unused
@@ -620,10 +620,10 @@ def _scheduler(
     return scheduler
 
 
-def _stepped_optimizer(optimizer: Any) -> Any:
+def _unwrap(optimizer: Any) -> Any:
     """Return the optimizer inside wrappers: the innermost, or the first that combines several or
     fused ones."""
-    # LightningOptimizer steps its `_optimizer` and no hook of its own; others do the same.
+    # LightningOptimizer and TorchRec's wrappers step the optimizer in their `_optimizer`.
     while not combines(optimizer) and hasattr(optimizer, "_optimizer"):
         optimizer = optimizer._optimizer
     return optimizer
