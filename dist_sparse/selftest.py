@@ -278,7 +278,8 @@ def _update(device: torch.device, sparsifier: ImportanceSparsifier, level: float
 
 def pipeline(device: torch.device, kind: str) -> str:
     """Compare a pipeline of TorchRec's, with mask updates between its steps, with a plain loop."""
-    piped, plain = _Trial(device, "1x4", 0.3), _Trial(device, "1x4", 0.3)
+    piped = _Trial(device, "1x4", 0.3)
+    plain = _Trial(device, "1x4", 0.3)
     progress = pipeline_of(kind, piped.model, piped.optimizer, device).progress
     found = _with_updates(piped, progress)
     expected = _with_updates(plain, plain.train)
@@ -319,9 +320,11 @@ _ON_GPUS = ["ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "LAR
 def fused_optimizers(device: torch.device) -> str:
     """Compare FBGEMM's optimizers with an enforcer, which zeroes rows as they are read, and with
     all rows zeroed after every step."""
-    done, more = _ON_EVERY_DEVICE, f"; not run, for they need a GPU: {', '.join(_ON_GPUS)}"
+    done = _ON_EVERY_DEVICE
+    more = f"; not run, for they need a GPU: {', '.join(_ON_GPUS)}"
     if device.type == "cuda":
-        done, more = _ON_EVERY_DEVICE + _ON_GPUS, ""
+        done = _ON_EVERY_DEVICE + _ON_GPUS
+        more = ""
     lines = []
     for name in done:
         found = _train_masked(device, "1x4", optimizer=name)

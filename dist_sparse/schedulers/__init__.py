@@ -81,7 +81,10 @@ class ReadyDataScheduler(BaseDataScheduler):
         verbose: bool = False,
     ) -> None:
         # Before the base class, whose constructor takes the first step.
-        self.initial, self.begin, self.end, self.every = initial, begin, end, every
+        self.initial = initial
+        self.begin = begin
+        self.end = end
+        self.every = every
         self.schedule_param = schedule_param
         # The base class refuses anything that is no sparsifier.
         if isinstance(data_sparsifier, BaseDataSparsifier):
@@ -198,7 +201,10 @@ class ReadyDataScheduler(BaseDataScheduler):
 
     def _check_plan(self) -> None:
         window = self.window
-        self.begin, self.end, self.every = window.begin, window.end, window.every
+        # Python's ints, checked.
+        self.begin = window.begin
+        self.end = window.end
+        self.every = window.every
         self.initial = self._checked("initial", self.initial)
 
     def _checked(self, what: str, value: object) -> Any:

@@ -106,7 +106,9 @@ class SparsifyArgs:
 
     def __post_init__(self) -> None:
         window = Window(begin=self.begin, end=self.end, every=self.every)
-        self.begin, self.end, self.every = window.begin, window.end, window.every
+        self.begin = window.begin
+        self.end = window.end
+        self.every = window.every
         if self.end is not None:
             # Otherwise a schedule shorter than `every` would have one update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
@@ -496,7 +498,8 @@ class _PrunedTable:
     group: int
 
     def __post_init__(self) -> None:
-        shape, block = self.data.shape, self.block
+        shape = self.data.shape
+        block = self.block
         needs = f"Table {self.data.name!r}: a budget needs"
         divide = f"{needs} blocks that divide {shape}; {block} do not."
         # An artifact stores zeros within kept rows; only compact() makes a rotated table narrower.

@@ -126,7 +126,8 @@ class Guard:
     def before_step(self) -> None:
         """Allow or delay the mask update of this step: set ``enable_mask_update``, which the
         sparsifier's next step reads."""
-        state, sparsifier = self.state, self._sparsifier
+        state = self.state
+        sparsifier = self._sparsifier
         if not state.active:
             return
         # The schedule has set the flag for this step. An owed update counts as one of this step.
@@ -145,7 +146,8 @@ class Guard:
 
     def after_step(self) -> None:
         """Record the mask update of this step, if it happened."""
-        state, step = self.state, self._scheduler.last_epoch
+        state = self.state
+        step = self._scheduler.last_epoch
         # Still as before_step() has set it.
         if not state.active or not self._sparsifier.enable_mask_update:
             return
@@ -341,7 +343,8 @@ def _parse(
     parts = checks.from_json("the schedule", state["schedule"])
     needed = {"scheduler", "score", "scope"}
     _check_keys("The schedule of the state", parts, needed, {"floors", "guard"})
-    schedule, floors = parts["scheduler"], parts.get("floors", {})
+    schedule = parts["scheduler"]
+    floors = parts.get("floors", {})
     kind = f"The state of the {type(scheduler).__name__}"
     _check_keys(kind, schedule, set(scheduler.state_dict()))
     _check_keys("The entry 'floors' of the state", floors, set(), set(sparsifier.data_groups))

@@ -233,7 +233,8 @@ class SparseTraining:
         head = ("table", "shape", "sharding", "block", "level", "sparsity", "removed blocks")
         rows = []
         for table in self.sparsifier.table_stats():
-            shape, block = shape_text(table.shape), block_shape_text(table.sparse_block_shape)
+            shape = shape_text(table.shape)
+            block = block_shape_text(table.sparse_block_shape)
             level = level_text(self.sparsifier.data_groups[table.name]["sparsity_level"])
             removed = f"{table.sparsity:.4f}", count(table.removed_blocks)
             rows.append((table.name, shape, table.sharding, block, level, *removed))
@@ -306,7 +307,8 @@ class SparseTraining:
             self._detached()
 
     def __repr__(self) -> str:
-        step, end = self.scheduler.last_epoch, self.scheduler.end
+        step = self.scheduler.last_epoch
+        end = self.scheduler.end
         schedule = f"step {step} of {end}"
         if end is None:
             schedule = f"step {step}"
