@@ -1,14 +1,13 @@
 """A self-test of this machine's devices: small models train on all of them, and masks and weights
 are compared with the CPU's.
 
-All checks run in one set of processes, on all ranks at once, one device each. After a check that is
-not passed the rest runs in a new set: the device may be unusable, and ranks may be at different
-collectives. A limit ends a hang. Each process runs ``python -m dist_sparse.selftest FOLDER RANK
-WORLD DEVICE CHECK ...``, and writes a file of JSON for each check.
+All checks run in one set of processes, one for each device. After a check that fails, the rest runs
+in new processes: the device may be unusable, and ranks may be at different collectives. A time
+limit ends a hang. Each process runs ``python -m dist_sparse.selftest FOLDER RANK WORLD DEVICE CHECK
+...``, and writes a JSON file for each check.
 
-A check returns a line that says what it has found and measured; it raises :class:`Difference` where
-a result is wrong. Expected results are those of the CPU, or of a plainer
-way on the same device.
+A check returns its result as a line of text, and raises :class:`Difference` if a result is wrong.
+Expected results are computed on the CPU, or without the tested feature on the same device.
 """
 
 from __future__ import annotations
@@ -59,16 +58,16 @@ _BLOCKS = ("row", "1x4", "2x2", "1x1")
 # The fused optimizer with which each score is tried: norms alone, and the default of sparsify().
 _SCORES = {"norm": "EXACT_SGD", "norm_accumulator": "EXACT_ROWWISE_ADAGRAD"}
 
-# Several widths: FBGEMM keeps tables of one width and of several in other kernels.
+# Two widths: FBGEMM has different kernels for tables of one width and of several.
 _SMALL: Shapes = {"wide": (20_000, 128), "narrow": (7_001, 32)}
 
 _STEPS = 20
 
-# The worst of all ranks counts. A wrong result "differs", an error "failed".
+# From best to worst; the worst of all ranks counts. A wrong result "differs", an error "failed".
 _ORDER = ("ok", "not run", "differs", "failed")
 _WRONG = _ORDER[2:]
 
-# What Python runs in each process.
+# Arguments of Python in each process.
 _WORKER = ("-m", "dist_sparse.selftest")
 
 # Seconds for one check, loading TorchRec included.
@@ -84,20 +83,20 @@ Json = dict[str, Any]
 # Checks
 
 
-class _ByHand(ScoreSparsifier):
-    """Scores plain tables by their norms times given sums of rows."""
+class _Reference(ScoreSparsifier):
+    """Score plain tables on the CPU, by their norms times given sums of rows."""
 
     sums: dict[str, Tensor]
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
         sums = self.sums[name][offset[0] : offset[0] + len(data), None]
-        # Times 1 where norms alone count: the rest is lost in rounding.
+        # If norms alone count, the sums are 1, to which TINY adds nothing.
         return data.double().square() * (sums + TINY)
 
 
 class _Trial:
-    """A model on the device, whose tables have the same weights on every machine, and the same sums
-    of Adagrad.
+    """A model on the device, with the same weights and sums of Adagrad on every machine, and its
+    sparsifier.
 
     Args:
         device: of this rank.
@@ -139,11 +138,12 @@ class _Trial:
         self.sparsifier.step()
 
     def batches(self) -> Iterator[Any]:
-        """Yield batches in CPU memory, other ones on each rank."""
-        yield from map(partial(trial_batch, _SMALL), count(1 + dist.get_rank() * 1_000))
+        """Yield batches in CPU memory, different ones on each rank."""
+        for seed in count(1 + dist.get_rank() * 1_000):
+            yield trial_batch(_SMALL, seed)
 
     def train(self, batches: Iterator[Any]) -> None:
-        """Take a step on the next batch as plain loops do."""
+        """Train on the next batch, as a plain loop does."""
         loss, _ = self.model(next(batches).to(self.device))
         loss.backward()
         self.optimizer.step()
@@ -155,33 +155,31 @@ class _Trial:
         return [shard.tensor.float().cpu() for data in located.values() for shard in data.shards]
 
     def check_masks(self, what: str) -> None:
-        """Check that the masks are those that a CPU makes of the same tables in one process, and
-        that what they remove is zero.
+        """Check that the masks equal those of the same tables in one process on the CPU, and that
+        removed weights are zero.
 
         Raises:
-            Difference: they are not.
+            Difference: masks differ.
         """
-        group = self.sparsifier.data_groups["wide"]
-        plain = _ByHand(None, group["sparsity_level"], group["sparse_block_shape"])
-        plain.sums = self.sums
+        config = self.sparsifier.data_groups["wide"]
+        reference = _Reference(None, config["sparsity_level"], config["sparse_block_shape"])
+        reference.sums = self.sums
         for name, data in self.sparsifier.masks.tables.locate().items():
-            plain.add_data(name, self.tables[name].to(data.dtype))
-        plain.step()
-        wrong = dict(self.sparsifier.audit().items() - plain.fingerprint().items())
+            reference.add_data(name, self.tables[name].to(data.dtype))
+        reference.step()
+        # audit() compares masks with weights too, and returns hashes of the masks.
+        wrong = dict(self.sparsifier.audit().items() - reference.fingerprint().items())
         if wrong:
             raise Difference(f"{what}: the masks of {sorted(wrong)} differ from the CPU's")
 
 
-def _is_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def masks_equal_the_cpus(device: torch.device) -> str:
-    """Masks of all blocks, cut by rows over the ranks, against one process on the CPU."""
+    """Compare masks of all blocks, of tables cut by rows over the ranks, with those of one process
+    on the CPU."""
     for score, block in product(_SCORES, _BLOCKS):
         trial = _Trial(device, block, 0.5, score=score)
         trial.check_masks(f"{block} by {score} at 50%")
-        # A second update, for which removed weights tie at 0.
+        # In a second update, the removed weights tie at 0.
         _update(device, trial.sparsifier, 0.73)
         trial.check_masks(f"{block} by {score} at 73%")
     return f"{len(_BLOCKS)} blocks, {len(_SCORES)} scores, 2 updates, bit for bit"
@@ -189,7 +187,7 @@ def masks_equal_the_cpus(device: torch.device) -> str:
 
 @contextmanager
 def _waits(mode: str) -> Iterator[list[warnings.WarningMessage]]:
-    """Raise where the host waits for the device (``"error"``), or warn (``"warn"``); yield the
+    """Raise if the host waits for the device (``"error"``), or warn (``"warn"``); yield the
     warnings."""
     torch.cuda.set_sync_debug_mode(mode)
     try:
@@ -201,7 +199,8 @@ def _waits(mode: str) -> Iterator[list[warnings.WarningMessage]]:
 
 
 def ordinary_steps_never_wait(device: torch.device) -> str:
-    """Lookups and backwards of the kernels, without TorchRec's input distribution, which waits."""
+    """Run lookups and backwards of the kernels, without TorchRec's input distribution, which
+    waits."""
     trial = _Trial(device, "1x4", 0.5)
     [collection] = collections_of(trial.model.modules())
     for batch in collection_of(collection).batches():
@@ -209,23 +208,23 @@ def ordinary_steps_never_wait(device: torch.device) -> str:
         features = []
         for seed in range(_STEPS):
             features.append(trial_batch(shapes, seed).to(device))
-            # Made of the lengths at the first call.
+            # Computed from the lengths at the first call: before the steps that may not wait.
             features[-1].offsets()
-        # The first ones take the masks, and compile.
+        # The first steps read the masks, and compile kernels.
         _train_on(batch, features[:3])
         versions = _versions(batch)
         with _waits("error"):
             _train_on(batch, features)
         if versions != _versions(batch):
-            # Then every step would take all rows for dirty.
+            # A changed version marks all rows as dirty: every step would zero whole tables.
             raise Difference("FBGEMM's backward changes the version of its weights")
     trial.sparsifier.audit()
     return f'{_STEPS} steps under set_sync_debug_mode("error")'
 
 
 def _train_on(batch: TableBatch, features: Sequence[Any]) -> None:
-    for each in features:
-        batch.module(each).sum().backward()
+    for feature in features:
+        batch.module(feature).sum().backward()
 
 
 def _versions(batch: TableBatch) -> list[int]:
@@ -233,7 +232,7 @@ def _versions(batch: TableBatch) -> list[int]:
 
 
 def mask_updates(device: torch.device) -> str:
-    """Time, waits and memory of mask updates of one table, by the default score."""
+    """Measure time, waits and memory of mask updates of one table, by the default score."""
     lines = []
     sizes = {"cuda": (1_000_000, 10_000_000), "cpu": (20_000, 100_000)}
     for rows, block in product(sizes[device.type], ("row", "1x4")):
@@ -246,26 +245,27 @@ def _mask_update(device: torch.device, rows: int, block: str) -> str:
     sparsifier = ImportanceSparsifier(None, 0.5, block)
     sparsifier.add_model(model)
     [data] = sparsifier.masks.tables.locate().values()
+    nbytes = 0
     for shard in data.shards:
         shard.tensor.normal_()
-    nbytes = sum(shard.tensor.nbytes for shard in data.shards)
-    says = ""
+        nbytes += shard.tensor.nbytes
+    more = ""
     with MaskEnforcer(sparsifier).attach(layers_optimizer(model)):
         sparsifier.step()
-        # Once to warm up, once for the waits, which take longer to note than to pass, once timed.
+        # Three updates: to warm up; to count waits, which slows them down; and to take the time.
         _update(device, sparsifier, 0.55)
-        if _is_gpu(device):
+        if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
             with _waits("warn") as caught:
                 _update(device, sparsifier, 0.6)
             share = (torch.cuda.max_memory_allocated(device) - before) / nbytes
             waits = sum("synchronizing" in str(each.message) for each in caught)
-            says = f", {waits} waits, {percent(share)} more memory"
+            more = f", {waits} waits, {percent(share)} more memory"
         started = time.perf_counter()
         _update(device, sparsifier, 0.65)
         milliseconds = 1_000 * (time.perf_counter() - started)
-    return f"{milliseconds:.0f} ms{says}"
+    return f"{milliseconds:.0f} ms{more}"
 
 
 def _update(device: torch.device, sparsifier: ImportanceSparsifier, level: float) -> None:
@@ -277,8 +277,9 @@ def _update(device: torch.device, sparsifier: ImportanceSparsifier, level: float
 
 
 def pipeline(device: torch.device, kind: str) -> str:
-    """A pipeline of TorchRec's, with mask updates between its steps, against the plain loop."""
-    piped, plain = _Trial(device, "1x4", 0.3), _Trial(device, "1x4", 0.3)
+    """Compare a pipeline of TorchRec's, with mask updates between its steps, with a plain loop."""
+    piped = _Trial(device, "1x4", 0.3)
+    plain = _Trial(device, "1x4", 0.3)
     progress = pipeline_of(kind, piped.model, piped.optimizer, device).progress
     found = _with_updates(piped, progress)
     expected = _with_updates(plain, plain.train)
@@ -286,7 +287,7 @@ def pipeline(device: torch.device, kind: str) -> str:
 
 
 def _with_updates(trial: _Trial, train: Callable[[Iterator[Any]], object]) -> list[Tensor]:
-    """Take steps by ``train``, and a mask update after each fourth. Return the weights."""
+    """Take steps by ``train``, and a mask update after every fourth. Return the weights."""
     batches = islice(trial.batches(), 12)
     for step in range(12):
         train(batches)
@@ -297,15 +298,15 @@ def _with_updates(trial: _Trial, train: Callable[[Iterator[Any]], object]) -> li
 
 
 def _compare(what: str, found: list[Tensor], expected: list[Tensor]) -> str:
-    """Say how near two lists of tensors are.
+    """Return a text of how close two lists of tensors are.
 
     Raises:
-        Difference: not near enough.
+        Difference: not close enough.
     """
     if all(map(torch.equal, found, expected)):
         return "bit for bit"
     most = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
-    # Sums of gradients may have another order.
+    # Sums of gradients may differ in their order.
     if most > 1e-4:
         raise Difference(f"{what} differ by up to {most:.2g}")
     return f"within {most:.1g}"
@@ -317,23 +318,26 @@ _ON_GPUS = ["ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "LAR
 
 
 def fused_optimizers(device: torch.device) -> str:
-    """FBGEMM's optimizers: rows zeroed as they are read, against all rows after every step."""
-    done, more = _ON_EVERY_DEVICE, f"; not run, for they need a GPU: {', '.join(_ON_GPUS)}"
-    if _is_gpu(device):
-        done, more = _ON_EVERY_DEVICE + _ON_GPUS, ""
+    """Compare FBGEMM's optimizers with an enforcer, which zeroes rows as they are read, and with
+    all rows zeroed after every step."""
+    done = _ON_EVERY_DEVICE
+    more = f"; not run, for they need a GPU: {', '.join(_ON_GPUS)}"
+    if device.type == "cuda":
+        done = _ON_EVERY_DEVICE + _ON_GPUS
+        more = ""
     lines = []
     for name in done:
         found = _train_masked(device, "1x4", optimizer=name)
         expected = _train_masked(device, "1x4", attach=False, optimizer=name)
-        near = _compare(f"weights of {name}", found, expected)
-        lines.append(f"{name} {near}")
+        lines.append(f"{name} {_compare(f'weights of {name}', found, expected)}")
     return f"{', '.join(lines)}{more}"
 
 
 def _train_masked(
     device: torch.device, block: str, attach: bool = True, **options: Any
 ) -> list[Tensor]:
-    """Check the masks of a model, and after five steps what they remove. Return its weights."""
+    """Check the masks of a model, and after five steps that removed weights are zero. Return its
+    weights."""
     trial = _Trial(device, block, 0.5, attach, **options)
     trial.check_masks(" ".join([block, *map(str, options.values())]))
     batches = trial.batches()
@@ -346,7 +350,7 @@ def _train_masked(
 
 
 def other_storage(device: torch.device, blocks: Sequence[str], **options: Any) -> str:
-    """Tables of another type, or in unified memory."""
+    """Check tables of another dtype, or in unified memory."""
     for block in blocks:
         _train_masked(device, block, **options)
     return "masks bit for bit, 5 steps, removed weights 0"
@@ -363,11 +367,11 @@ CHECKS: dict[str, Callable[[torch.device], str]] = {
     # FBGEMM rounds it stochastically on CUDA.
     "float16": partial(other_storage, blocks=("row", "1x4"), data_type="FP16"),
     "fused_uvm": partial(other_storage, blocks=("row", "1x4"), kernel="fused_uvm"),
-    # Rows in a cache can't be zeroed after each backward: finer blocks are refused.
+    # Whole rows only: cached rows can't be zeroed after each backward, so finer blocks are refused.
     "fused_uvm_caching": partial(other_storage, blocks=("row",), kernel=CACHED),
 }
 
-# TorchRec's fused pipeline records streams, whatever the device.
+# Checks that need CUDA. TorchRec's fused pipeline, too: it records streams.
 _FOR_GPUS = (
     "ordinary steps",
     "TrainPipelineFusedSparseDist",
@@ -400,7 +404,7 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
     outcomes: list[Json] = []
     while left := list(CHECKS)[len(outcomes) :]:
         outcomes += _attempt(device, world, left, progress)
-    passed = all(each["status"] not in _WRONG for each in outcomes)
+    passed = all(outcome["status"] not in _WRONG for outcome in outcomes)
     machine = installed()
     if gpus:
         machine["CUDA"] = str(torch.version.cuda)
@@ -414,20 +418,20 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
     }
 
 
-def as_text(found: Json) -> str:
+def as_text(results: Json) -> str:
     """Return the conclusion of :func:`selftest` and a table."""
     rows = []
     by_status = defaultdict(list)
-    for each in found["outcomes"]:
-        says = printable(f"{each['says']} ({duration(each['seconds'])})")
-        rows.append((each["check"], each["status"], says))
-        by_status[each["status"]].append(each["check"])
-    where = f"on {found['device']}, {number_of(found['nproc'], 'process', 'processes')}"
+    for outcome in results["outcomes"]:
+        text = printable(f"{outcome['says']} ({duration(outcome['seconds'])})")
+        rows.append((outcome["check"], outcome["status"], text))
+        by_status[outcome["status"]].append(outcome["check"])
+    where = f"on {results['device']}, {number_of(results['nproc'], 'process', 'processes')}"
     skipped = len(by_status["not run"])
     verdict = f"As it should be {where}; {skipped} of {len(rows)} checks not run."
     if wrong := [*by_status["differs"], *by_status["failed"]]:
         verdict = f"Not as it should be {where}: {', '.join(wrong)}."
-    machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
+    machine = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     table = table_lines(("check", "status", "result"), rows)
     return "\n".join([*wrapped(verdict), *wrapped(printable(machine)), "", *table])
 
@@ -458,7 +462,8 @@ def _attempt(
                 progress(check)
                 done.append({"check": check, **_wait_for(number, Path(folder), processes)})
                 if done[-1]["status"] in _WRONG:
-                    break  # other ranks may wait for that one forever
+                    # Other ranks may wait for the failed one forever.
+                    break
         finally:
             for process in processes:
                 process.kill()
@@ -470,32 +475,32 @@ def _wait_for(number: int, folder: Path, processes: Sequence[subprocess.Popen[by
     """Return the outcome of the next check: the worst of all ranks."""
     started = time.monotonic()
     while (took := time.monotonic() - started) < _LIMIT:
-        # Asked before the files are read: a process that has ended writes no more.
+        # Before the files are read: a process that has ended by now writes no more of them.
         ended = {rank for rank, process in enumerate(processes) if process.poll() is not None}
-        # By rank.
-        found: dict[int, Json] = {}
+        by_rank: dict[int, Json] = {}
         for file in folder.glob(f"{number}-*.json"):
-            found[int(file.stem.rpartition("-")[2])] = json.loads(file.read_text())
+            by_rank[int(file.stem.rpartition("-")[2])] = json.loads(file.read_text())
+        outcomes = by_rank.values()
         worst: Json = max(
-            found.values(), key=lambda each: _ORDER.index(each["status"]), default={"status": "ok"}
+            outcomes, key=lambda each: _ORDER.index(each["status"]), default={"status": "ok"}
         )
-        if worst["status"] in _WRONG or len(found) == len(processes):
-            return worst | {"seconds": max(each["seconds"] for each in found.values())}
-        if not ended <= found.keys():
+        if worst["status"] in _WRONG or len(by_rank) == len(processes):
+            return worst | {"seconds": max(each["seconds"] for each in outcomes)}
+        if not ended <= by_rank.keys():
             return _lost("a process ended", took, folder)
         time.sleep(0.05)
     return _lost(f"no answer in {_LIMIT:.0f} s", took, folder)
 
 
 def _lost(says: str, seconds: float, folder: Path) -> Json:
-    # The end of what each process has printed.
+    # The last output of each process.
     logs = [log.read_text(errors="replace")[-2_000:] for log in sorted(folder.glob("*.log"))]
     return {"status": "failed", "says": says, "seconds": seconds, "details": logs}
 
 
 def worker(words: Sequence[str]) -> int:
-    """Run checks as one rank; return 1 after one that is not passed: its error may have left the
-    device unusable, or this rank at another place than the others."""
+    """Run checks as one rank; return 1 at the first that fails: the device may be unusable, and the
+    other ranks may be at another collective."""
     folder = Path(words[0])
     rank = int(words[1])
     world = int(words[2])
@@ -510,11 +515,11 @@ def worker(words: Sequence[str]) -> int:
         outcome = _outcome(name, device)
         part = folder / f"{rank}.part"
         part.write_text(json.dumps(outcome))
-        # Whole, or not there.
+        # Renamed, so that the reader never sees half a file.
         part.rename(folder / f"{number}-{rank}.json")
         if outcome["status"] in _WRONG:
             return 1
-    # The store ends with the first process: the others may not have begun.
+    # Wait for all: the store ends with the first process, and the others may still need it.
     world_group().all_reduce(torch.zeros(1))
     dist.destroy_process_group()
     return 0
@@ -524,14 +529,14 @@ def _outcome(name: str, device: torch.device) -> Json:
     started = time.perf_counter()
     details = []
     try:
-        if name in _FOR_GPUS and not _is_gpu(device):
+        if name in _FOR_GPUS and device.type != "cuda":
             status, says = "not run", "needs a GPU"
         else:
             status, says = "ok", CHECKS[name](device)
     except Difference as difference:
         status, says = "differs", str(difference)
     except Exception as error:
-        # The whole report goes into an issue: where it was raised is what helps.
+        # Users paste the report into an issue: the traceback helps there.
         status, says = "failed", f"{type(error).__name__}: {error}"
         details.append(traceback.format_exc())
     seconds = time.perf_counter() - started

@@ -105,7 +105,7 @@ MUTATIONS = [
     M("optim/gradients.py", "None if p.grad is None else p.grad.clone() for p in parameters", "p.grad for p in parameters", "tests/optim/test_optim_peers.py"),
     M("optim/gradients.py", "        for parameter, grad in saved.items():\n            parameter.grad = grad\n", "        pass\n", "tests/optim/test_optim_peers.py tests/dist/test_optim_scheduler.py -k foreign"),
     M("optim/gradients.py", "claim.scaler.get_scale() / scale)", "1.0)", "tests/optim/test_optim_peers.py -k scale"),
-    M("optim/gradients.py", "scale = min(scaled_losses)", "scale = max(scaled_losses)", "tests/optim/test_optim_peers.py -k overruled"),
+    M("optim/gradients.py", "scale = min(losses)", "scale = max(losses)", "tests/optim/test_optim_peers.py -k overruled"),
     M("optim/gradients.py", "torch.zeros_like(parameter) if needs_grad else None", "None", "tests/dist/test_optim_scheduler.py -k unused"),
     M("optim/scheduler.py", "if owned.isdisjoint(peer._owned):", "if peer is not self:", "tests/optim"),
     M("optim/scheduler.py", "if accumulated > self._accumulated:", "if False:", "tests/optim/test_optim_peers.py -k common"),
@@ -114,7 +114,7 @@ MUTATIONS = [
     # --------------------------------------------------------------------------------------------------------
     M("training/guard.py", "                _refuse_other_steps(levels, configs, schedule[\"last_epoch\"])\n", "                pass\n", "tests/training"),
     M("training/guard.py", "            _check_next_updates(sparsifier, levels, schedule.get(\"final\", {}))\n", "", "tests/training"),
-    M("training/guard.py", "        _set_attributes(sparsifier, made_with)\n", "        pass\n", "tests/training"),
+    M("training/guard.py", "        _assign(sparsifier, made_with)\n", "        pass\n", "tests/training"),
     M("training/replicas.py", "        replicas = []\n", "", "tests/dist/test_unwrapped.py"),
     M("training/sparsify.py", "if self._warns and not self.finished and self", "if self._warns and self", "tests/training"),
     # -- report

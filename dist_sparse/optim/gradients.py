@@ -68,19 +68,19 @@ def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
     """
     # One backward for each group.
     groups = [claims] if _of_one_loss(claims) else [[claim] for claim in claims]
-    model_parameters = set(wiring.modules[""].parameters())
+    parameters = set(wiring.modules[""].parameters())
     # With find_unused_parameters, DDP expects a .grad wherever a micro-step has used the parameter.
     needs_grad = any(getattr(ddp, "find_unused_parameters", False) for ddp in wiring.replicating)
-    unchanged = model_parameters.difference(claims[0].parameters)
+    unchanged = parameters.difference(claims[0].parameters)
     gradients: list[Gradients] = []
     for group in groups:
-        foreign = model_parameters.difference(*(claim.parameters for claim in group))
+        foreign = parameters.difference(*(claim.parameters for claim in group))
         with _restored_gradients(unchanged):
             for parameter in foreign:
                 parameter.grad = torch.zeros_like(parameter) if needs_grad else None
             gradients += _run_backward(group, keep_graph=group is not groups[-1])
         # The first claim's .grad must survive the backwards of the other groups too.
-        unchanged = model_parameters
+        unchanged = parameters
     return gradients
 
 
@@ -106,15 +106,16 @@ def _restored_gradients(parameters: set[nn.Parameter]) -> Iterator[None]:
 def _run_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradients]:
     """Add the gradients of one loss to ``.grad``, and return them, each claim's at the scale of its
     own scaler."""
-    scaled_losses = {
+    # The loss by its scale.
+    losses = {
         claim.scaler.get_scale(): claim.scaler.scale(claim.loss / claim.parts) for claim in claims
     }
     # The smallest scale: at a larger one, gradients could overflow whose own scaler has backed off.
-    scale = min(scaled_losses)
+    scale = min(losses)
     for claim in claims:
         # Gradients of earlier micro-steps, to which this backward adds, are at their own scale.
         _multiply(claim.parameters, scale / claim.scaler.get_scale())
-    scaled_losses[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
+    losses[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
     gradients: list[Gradients] = []
     for claim in claims:
         _multiply(claim.parameters, claim.scaler.get_scale() / scale)
@@ -230,11 +231,18 @@ def wiring_of(model: nn.Module) -> Wiring:
     # Without DDP, DistributedModelParallel and torch.compile in the paths.
     modules = modules_by_path(model)
     fsdp = [hasattr(module, "_fsdp_wrapped_module") for module in model.modules()]
-    plans = map(_plan_of, modules.values())
-    tables = list(chain.from_iterable(plan.items() for plan in plans))
-    # Data-parallel tables are whole on every rank: their dense kernel leaves usual gradients.
-    sharded = [(name, table) for name, table in tables if table.sharding_type != "data_parallel"]
-    unfused = [name for name, table in sharded if table.compute_kernel == "dense"]
+    hooked = fused = False
+    unfused = []
+    for plan in map(_plan_of, modules.values()):
+        for name, table in plan.items():
+            # Data-parallel tables too: a TorchRec kernel holds several tables in one tensor, whose
+            # gradient hooks split.
+            hooked = True
+            # They are whole on every rank: their dense kernel leaves gradients as usual.
+            if table.sharding_type != "data_parallel":
+                fused = True
+                if table.compute_kernel == "dense":
+                    unfused.append(name)
     rules = {
         "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
         " DistributedDataParallel or DistributedModelParallel.": any(
@@ -246,10 +254,8 @@ def wiring_of(model: nn.Module) -> Wiring:
     refuse(rules)
     return Wiring(
         modules=modules,
-        # Data-parallel ones too: a TorchRec kernel holds several tables in one tensor, whose
-        # gradient hooks split.
-        hooked=bool(tables),
-        fused=bool(sharded),
+        hooked=hooked,
+        fused=fused,
         replicating=[model] if hasattr(model, "no_sync") else _ddp_modules(model),
     )
 

@@ -22,7 +22,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -262,7 +261,7 @@ class OptimScheduler(abc.ABC):
         saves step numbers, and the model the state of fused optimizers.
         """
         states = {name: part.state_dict() for name, part in self._sparsity.items()}
-        scaler = self.scaler and self.scaler.state_dict()
+        scaler = self.scaler.state_dict() if self.scaler else None
         return {"optimizer": self.optimizer.state_dict(), "scaler": scaler, **states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -288,16 +287,16 @@ class OptimScheduler(abc.ABC):
         # Nothing may change until all parts are checked on all ranks. In this order: check the
         # schedule; load the sparsifier, which checks before it changes anything; then commit what
         # can't fail any more.
-        commit_schedule: Callable[[], object] | None = None
-        if isinstance(self.data_scheduler, ReadyDataScheduler):
-            _, commit_schedule = self.data_scheduler.prepare_load(state_dict["data_scheduler"])
-        elif self.data_scheduler is not None:
-            saved = state_dict["data_scheduler"]
-            commit_schedule = partial(self.data_scheduler.load_state_dict, saved)
+        commit: Callable[[], object] | None = None
+        scheduler = self.data_scheduler
+        if isinstance(scheduler, ReadyDataScheduler):
+            _, commit = scheduler.prepare_load(state_dict["data_scheduler"])
         if self.data_sparsifier is not None:
             self.data_sparsifier.load_state_dict(state_dict["data_sparsifier"])
-        if commit_schedule is not None:
-            commit_schedule()
+        if commit is not None:
+            commit()
+        elif scheduler is not None:
+            scheduler.load_state_dict(state_dict["data_scheduler"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
         # A scaler that is disabled ignores the state of one that is not.
         if state_dict.get("scaler"):
@@ -612,11 +611,11 @@ class Noamlr(OptimScheduler):
             ValueError: ``warmup_steps`` or ``d_model`` is not a finite number >= 1.
         """
         self.warmup_steps = number("warmup_steps", warmup_steps, least=1)
-        self.d_model = None if d_model is None else number("d_model", d_model, least=1)
-        if self.d_model is None:
+        self.d_model = d_model
+        if d_model is None:
             self.init_lr = float(self.get_lr() * self.warmup_steps**0.5)
         else:
-            self.init_lr = float(self.d_model**-0.5)
+            self.init_lr = float(number("d_model", d_model, least=1) ** -0.5)
 
     def update_lr(self, real_step: int, epoch_num: int) -> float:
         """Return the learning rate of a real step, counted from 1."""

@@ -30,6 +30,9 @@ BY_COLUMN = "int4 by column"
 CODED = {"codes of 4": 4, "codes of 8": 8}
 _WITHOUT_CODES = dict.fromkeys(CODED, "int4")
 
+# Names of tables that are rotated together, by group.
+Groups = tuple[tuple[str, ...], ...]
+
 # Dtypes of a candidate: those of `dist_sparse.export`, and the above.
 DTYPES = (*BITS, BY_COLUMN, *CODED)
 
@@ -65,11 +68,6 @@ class TableShape:
 def shape_of(table: ShardedData) -> TableShape:
     """Return the shape of one of a model's tables."""
     return TableShape(table.name, table.shape, table.dtype)
-
-
-def dense_bytes(tables: Iterable[TableShape]) -> int:
-    """Return the bytes of tables as they are trained."""
-    return sum(math.prod(table.shape) * table.dtype.itemsize for table in tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +130,7 @@ class Candidate:
 
     dtype: str = "fp32"
     columns: float = 1.0
-    groups: tuple[tuple[str, ...], ...] = ()
+    groups: Groups = ()
     levels: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -171,7 +169,7 @@ class Candidate:
         """Return the number of codes in a row of a table; 0 if it has none."""
         size = CODED.get(self.dtype)
         width = self._width(table)
-        # quantize() refuses small tables, and codes that do not divide a row.
+        # Small tables, and rows that codes do not divide, have none.
         if size is None or table.shape[0] < LEAST_ROWS or width % size:
             return 0
         return width // size
@@ -215,8 +213,8 @@ class Candidate:
     def __str__(self) -> str:
         parts = [self.dtype]
         if self.columns < 1:
-            how = ", rotated" if self.groups else ", dense from the start"
-            parts.append(f"{percent(self.columns)} of the columns{how}")
+            form = "rotated" if self.groups else "dense from the start"
+            parts.append(f"{percent(self.columns)} of the columns, {form}")
         for name, level in self.levels.items():
             parts.append(f"{name} without {percent(level)} of its rows")
         return ", ".join(parts)
@@ -261,7 +259,7 @@ class Choices:
 
     tables: Sequence[TableShape]
     budget: int
-    groups: tuple[tuple[str, ...], ...]
+    groups: Groups
     untouched: Mapping[str, int]
     prunable: tuple[str, ...] = ()
 
@@ -312,8 +310,8 @@ class Choices:
         tables fit, or at the highest below 1 if none fits."""
         pruned = [table for table in self.tables if table.name in self.prunable]
         # Outside of the search, which changes pruned tables only.
-        others = candidate.served_bytes(self.tables).total - candidate.served_bytes(pruned).total
-        room = self.budget - others
+        fixed = candidate.served_bytes(self.tables).total - candidate.served_bytes(pruned).total
+        room = self.budget - fixed
 
         def at(step: int) -> Candidate:
             return replace(candidate, levels=dict.fromkeys(self.prunable, step / _STEPS))

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from dist_sparse.planning.candidates import (
     Candidate,
     Choice,
     Choices,
-    dense_bytes,
     shape_of,
 )
 from dist_sparse.planning.plan import untouched_rows
@@ -43,7 +42,7 @@ from dist_sparse.sparsifiers.pieces import hash_tensor
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import percent, progress, table_lines
-from dist_sparse.training.arguments import protected
+from dist_sparse.training.arguments import dense_bytes, protected
 
 # Fractions of the tables' bytes.
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
@@ -78,7 +77,7 @@ _NOTES = {
 
 # The kept part of a trial that removes neither rows nor columns.
 _ALL = "everything"
-_ALL_NOTE = "No rows or columns were removed: all that is listed stores every weight in fewer bits."
+_ALL_NOTE = "No rows or columns were removed: every weight is stored, in fewer bits."
 
 _FOUR_DIGITS = "{:.4f}".format
 
@@ -178,8 +177,8 @@ class Frontier:
                 good[point.budget].append(point)
         # The smallest budget: at every budget in `good` the metric is within tolerance.
         near = self._near_best(good[min(good, default=0.0)])
-        simplest_first = list(METHODS)
-        return min(near, key=lambda t: (simplest_first.index(t.method), t.bytes), default=None)
+        order = list(METHODS)
+        return min(near, key=lambda t: (order.index(t.method), t.bytes), default=None)
 
     def _near_best(self, trials: Sequence[Trial]) -> list[Trial]:
         """Return the trials that lose no more than the best but for half of the tolerance."""
@@ -222,7 +221,8 @@ class Frontier:
         if {point.left for point in self.points} == {_ALL}:
             notes.append(_ALL_NOTE)
         texts = [f"Best first, by {self.metric}: {better} is better.", *notes, self.recommendation]
-        return "\n\n".join(["\n".join(lines), *(textwrap.fill(text, 79) for text in texts)])
+        fill = partial(textwrap.fill, width=79)
+        return "\n\n".join(["\n".join(lines), *map(fill, texts)])
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-able values; sizes in bytes."""
@@ -386,28 +386,27 @@ def trials_of(
             # Without untouched rows, the candidate is the one of "bits".
             method != "untouched" or candidate.levels,
         )
-        if all(rules):
-            trials.append(_trial(share, method, candidate))
+        if not all(rules):
+            continue
+        trained = 1.0
+        if not candidate.groups:
+            # Fewer columns without a rotation: another model, trained narrow, then served whole.
+            trained = candidate.columns
+            candidate = replace(candidate, columns=1.0)
+        trials.append(Trial(budget=share, method=method, candidate=candidate, trained=trained))
     return trials
-
-
-def _trial(share: float, method: str, candidate: Candidate) -> Trial:
-    trained = 1.0
-    if not candidate.groups:
-        # Fewer columns without a rotation: another model, trained narrow, and then served whole.
-        trained = candidate.columns
-        candidate = replace(candidate, columns=1.0)
-    return Trial(budget=share, method=method, candidate=candidate, trained=trained)
 
 
 def _with_fewer_rows(choices: Choices, dtype: str) -> list[tuple[str, Choice]]:
     """Return tables of a dtype that fit by losing rows, each with its method."""
     fractions, fitting = choices.widths("columns", dtype)
-    pruned = [("rows", choices.choice("full", dtype, 1.0))]
+    whole = choices.choice("full", dtype, 1.0)
+    pruned = [("rows", choices.fewest_rows(whole.candidate))]
     # The two widths just above what fits: rows save the rest of the bytes.
     for fraction in fractions[fitting : fitting + 2]:
-        pruned.append(("mix", choices.choice("columns", dtype, fraction)))
-    return [(method, choices.fewest_rows(choice.candidate)) for method, choice in pruned]
+        wider = choices.choice("columns", dtype, fraction)
+        pruned.append(("mix", choices.fewest_rows(wider.candidate)))
+    return pruned
 
 
 def _key(trial: Mapping[str, Any]) -> str:
@@ -435,7 +434,7 @@ class _Measurements:
 
     def __init__(self, model: nn.Module, evaluate: Evaluate, folder: Any) -> None:
         self._world = world_group()
-        self._model, self._evaluate = model, evaluate
+        self._original = model, evaluate
         self._folder: Path | None = None
         with self._world.agreeing("measuring a model") as facts:
             # Rank 0 alone reads and writes.
@@ -454,16 +453,13 @@ class _Measurements:
     def __call__(self, trials: Sequence[Trial], train: Train | None) -> tuple[Trial, ...]:
         """Return the trials measured, in their order."""
         new = {trial.key: trial for trial in trials if trial.key not in self._measured}
-
-        def trained(trial: Trial) -> float:
-            return trial.trained
-
-        # groupby() joins neighbours only: sorted, each model is trained once.
-        in_order = sorted(new.values(), key=trained, reverse=True)
+        # groupby() joins neighbours only: sorted, each model is trained once. The model itself is
+        # first.
+        in_order = sorted(new.values(), key=lambda trial: -trial.trained)
         with progress("frontier", len(new), "trials", shown=self._world.rank == 0) as bar:
-            for columns, of_one_model in groupby(in_order, key=trained):
+            for columns, group in groupby(in_order, key=lambda trial: trial.trained):
                 # A function, so that a model is freed before the next: two may not fit into memory.
-                self._measure(columns, of_one_model, train, bar)
+                self._measure(columns, group, train, bar)
         return tuple(replace(trial, **self._measured[trial.key]) for trial in trials)
 
     def _measure(
@@ -474,7 +470,7 @@ class _Measurements:
         bar: Callable[[float], object],
     ) -> None:
         """Measure the trials of the model that was trained with a fraction of the columns."""
-        model, evaluate = self._model, self._evaluate
+        model, evaluate = self._original
         if columns < 1:
             # trials_of() lists narrower models only where there is a train().
             model, evaluate = train(columns)
@@ -521,9 +517,9 @@ class _Measurements:
         hashes = []
         for data in located:
             # Only owned rectangles: replicas count once, so their number does not change the hash.
-            held = dict(data.shards)
+            shards = dict(data.shards)
             for rect in data.owned(rank_in(data.ranks)):
-                hashes.append(f"{data.name} {rect} {hash_tensor(held[rect])}")
+                hashes.append(f"{data.name} {rect} {hash_tensor(shards[rect])}")
         # Metrics are rounded: the order of sums may differ from run to run.
         metrics = {name: f"{value:.5g}" for name, value in self.full.items()}
         text = json.dumps([self._world.all_gather_json(hashes), metrics])

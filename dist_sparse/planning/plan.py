@@ -30,22 +30,22 @@ from dist_sparse import checks
 from dist_sparse.compaction.moving import gather_rows
 from dist_sparse.enforcer.dense import leaves, same_storage, sums_of
 from dist_sparse.enforcer.fused import fused_sums
-from dist_sparse.groups import world_group, world_rank
+from dist_sparse.groups import world_group
 from dist_sparse.planning.candidates import (
     BY_COLUMN,
     CODED,
     Candidate,
     Choice,
     Choices,
+    Groups,
     TableShape,
-    dense_bytes,
     shape_of,
 )
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count, number_of, percent, printable, size, table_lines
-from dist_sparse.training.arguments import parse_budget
+from dist_sparse.training.arguments import dense_bytes, parse_budget
 
 _LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated columns"}
 
@@ -93,9 +93,9 @@ class Plan:
     def update_memory(self) -> dict[str, int]:
         """Most bytes that a mask update takes on a rank beside the tables, by the blocks of the
         masks."""
-        most = _SMALL_TABLE_COPIES * self.rank_bytes
+        held = self.rank_bytes
         return {
-            blocks: min(math.ceil(share * self.rank_bytes) + constant, most)
+            blocks: min(math.ceil(share * held) + constant, _SMALL_TABLE_COPIES * held)
             for blocks, (share, constant) in UPDATE_MEMORY.items()
         }
 
@@ -327,14 +327,14 @@ def _recommend(choices: Choices, candidates: Iterable[Choice]) -> tuple[tuple[Ch
     # Columns must go: rotated ones or from the start, which the data sets disagree on too. Where
     # nothing is rotated, `narrow` and `small` are the same.
     narrower = tuple(dict.fromkeys(narrow + small))
-    without_headers = _without_headers(choices.tables, fitting, kind)
+    headerless = _without_headers(choices.tables, fitting, kind)
     reasons = []
     if narrower:
         reasons.append(_NARROW[rotated])
-    if without_headers:
+    if headerless:
         reasons.append(_HEADERS)
     why = " ".join(reasons) or "Nothing fits: even the narrowest tables take more."
-    return narrower + without_headers, why
+    return narrower + headerless, why
 
 
 def _most_kept(candidates: Iterable[Choice]) -> Fitting:
@@ -427,7 +427,7 @@ def _parse_shapes(tables: Any) -> tuple[TableShape, ...]:
     return tuple(parsed)
 
 
-def _rotated_groups(rotate: Any, tables: Sequence[TableShape]) -> tuple[tuple[str, ...], ...]:
+def _rotated_groups(rotate: Any, tables: Sequence[TableShape]) -> Groups:
     """Return the groups of ``rotate``, checked."""
     columns = {table.name: table.shape[1] for table in tables}
     groups = tuple(map(tuple, rotation_groups(rotate or [], columns)))
@@ -541,7 +541,6 @@ def untouched_rows(
         ValueError: something in ``optimizer`` is no optimizer.
     """
     world = world_group()
-    rank = world_rank()
     with world.agreeing("plan()"):
         # Fused sums come last and win: an optimizer may list fused tables, which it never steps.
         sums = _optimizer_sums(located, optimizer) | fused_sums(model)
@@ -549,9 +548,9 @@ def untouched_rows(
     unknown = set().union(*world.all_gather_json(_without_sums(located, sums)))
     by_ranks: dict[tuple[int, ...], list[ShardedData]] = defaultdict(list)
     for data in located:
-        ranks = data.ranks or (rank,)
+        ranks = data.ranks or (world.rank,)
         # Only the ranks that hold a table take part in its gather.
-        if rank in ranks and data.name not in unknown:
+        if world.rank in ranks and data.name not in unknown:
             by_ranks[ranks].append(data)
     counts: dict[str, int] = {}
     # In one order on all ranks, or groups that overlap would wait for each other.

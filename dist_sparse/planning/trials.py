@@ -83,7 +83,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
             check_writable(data)
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
             weights += [shard.tensor.detach() for shard in data.shards]
-        # Mask all rows now: an enforcer would otherwise zero dirty ones while others are scored.
+        # Mask dirty rows first: revived weights must be neither scored nor saved.
         settle_all(weights)
         saved = [weight.clone() for weight in weights]
     try:
@@ -145,7 +145,7 @@ def _remove_rows(
         by_kernel[str(located[name].kernel)].append(name)
     # Sorted: each sparsifier communicates, in one order on all ranks.
     for _, names in sorted(by_kernel.items()):
-        sparsifier = _FusedSumsSparsifier(model, names)
+        sparsifier = _SumsSparsifier(model, names)
         unknown = sparsifier.unknown_tables(sparsifier.masks.tables.locate())
         # On all ranks or on none, or they would compare different scores.
         if world.all_reduce(torch.tensor(len(unknown))):
@@ -221,7 +221,7 @@ def _column_scales(data: ShardedData, ranks: Group) -> Tensor:
     return spread.scales()
 
 
-class _FusedSumsSparsifier(ImportanceSparsifier):
+class _SumsSparsifier(ImportanceSparsifier):
     """Score rows by the sums of a model's fused Adagrad optimizers. It reads them itself instead of
     through an enforcer: the model may have another one attached."""
 

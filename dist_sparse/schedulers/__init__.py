@@ -16,7 +16,6 @@ from glob import escape
 from typing import Any, ClassVar, TypeVar
 
 from dist_sparse.checks import UNTOUCHED, number, scheduled_level
-from dist_sparse.groups import world_group
 from dist_sparse.schedulers import curves
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.curves import Curve, Window
@@ -82,7 +81,10 @@ class ReadyDataScheduler(BaseDataScheduler):
         verbose: bool = False,
     ) -> None:
         # Before the base class, whose constructor takes the first step.
-        self.initial, self.begin, self.end, self.every = initial, begin, end, every
+        self.initial = initial
+        self.begin = begin
+        self.end = end
+        self.every = every
         self.schedule_param = schedule_param
         # The base class refuses anything that is no sparsifier.
         if isinstance(data_sparsifier, BaseDataSparsifier):
@@ -152,7 +154,7 @@ class ReadyDataScheduler(BaseDataScheduler):
     def _agreed_values(self) -> Mapping[str, Any]:
         """Return the values of this step, once all ranks have the same plan. Collective over all
         ranks."""
-        return self._local_values(world_group())
+        return self._local_values()
 
     def _updates_masks(self) -> bool:
         return self.window.updates(self.last_epoch)
@@ -167,8 +169,8 @@ class ReadyDataScheduler(BaseDataScheduler):
 
     def _values_at(self, update: int | None) -> dict[str, Any]:
         """Return the values of a mask update by name; None is before ``begin``."""
-        given = by_name(self._given, self.data_sparsifier.data_groups)
-        return {name: self._value(name, update, each) for name, each in given.items()}
+        finals = by_name(self._given, self.data_sparsifier.data_groups)
+        return {name: self._value(name, update, final) for name, final in finals.items()}
 
     @property
     def _given(self) -> Any:
@@ -199,7 +201,10 @@ class ReadyDataScheduler(BaseDataScheduler):
 
     def _check_plan(self) -> None:
         window = self.window
-        self.begin, self.end, self.every = window.begin, window.end, window.every
+        # Python's ints, checked.
+        self.begin = window.begin
+        self.end = window.end
+        self.every = window.every
         self.initial = self._checked("initial", self.initial)
 
     def _checked(self, what: str, value: object) -> Any:
@@ -319,8 +324,10 @@ class CurveDataScheduler(ReadyDataScheduler):
 
     def _check_plan(self) -> None:
         if self.end is None and self.curve in _GROWING:
-            rule = "must have an end, an int >= begin; a constant level none"
-            raise ValueError(f"Invalid end=None: {type(self).__name__} {rule}.")
+            raise ValueError(
+                f"Invalid end=None: {type(self).__name__} must have an end, an int >= begin; a"
+                " constant level none."
+            )
         super()._check_plan()
         if isinstance(self.final, dict):
             finals = self.final.items()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from dist_sparse.checks import from_json, integer, plain, to_json
-from dist_sparse.groups import Facts, Group, ranks_text, warn_on_first_rank, world_group
+from dist_sparse.groups import Facts, ranks_text, warn_on_first_rank, world_group
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 
@@ -84,9 +84,13 @@ class BaseDataScheduler:
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
-        kind = type(data_sparsifier).__name__
         if not isinstance(data_sparsifier, BaseDataSparsifier):
-            self._refuse(TypeError(f"{kind} is not an instance of dist_sparse.BaseDataSparsifier"))
+            self._refuse(
+                TypeError(
+                    f"{type(data_sparsifier).__name__} is not an instance of"
+                    " dist_sparse.BaseDataSparsifier"
+                )
+            )
         groups = data_sparsifier.data_groups
         self.data_sparsifier = data_sparsifier
         self.schedule_param = schedule_param
@@ -95,7 +99,7 @@ class BaseDataScheduler:
         self.last_epoch = last_epoch
         self._step_count = 0
         self.verbose = verbose
-        # As in torch.ao, whose schedulers warn in get_schedule_param() if this is False.
+        # torch.ao's attribute, which schedulers that were written for it may read.
         self._get_sp_called_within_step = False
         self._last_param: dict[str, Any] = {}
         self.step()
@@ -184,7 +188,7 @@ class BaseDataScheduler:
     def _agreed_values(self) -> Mapping[str, Any]:
         """Return rank 0's values; rank 0 warns if other ranks have different ones. Collective."""
         group = world_group()
-        values = self._local_values(group)
+        values = self._local_values()
         # One rank sends nothing: its values need not be JSON.
         if group.size == 1:
             return values
@@ -196,9 +200,10 @@ class BaseDataScheduler:
         overruled = _differing(by_rank[0], by_rank[group.rank])
         return {**values, **{name: by_rank[0][name] for name in overruled}}
 
-    def _local_values(self, group: Group) -> Mapping[str, Any]:
+    def _local_values(self) -> Mapping[str, Any]:
         """Return this rank's values, once all ranks have valid ones for the same names.
         Collective."""
+        group = world_group()
         with group.agreeing(f"step of {type(self).__name__}") as facts:
             values = self._compute_values()
             if group.size > 1:
@@ -295,7 +300,7 @@ class BaseDataScheduler:
     def _warn_of_wrong_order(self) -> None:
         """Warn if the sparsifier has not stepped since the scheduler was constructed."""
         sparsifier = self.data_sparsifier
-        # Not _record(): a copy of a scheduler has none, and must not get one by asking.
+        # Not _record(), which would create one: a copy of a scheduler has none, and never warns.
         record = sparsifier.masks.schedulers.get(self, _Record())
         # An instance attribute hides the method, which counts the calls.
         if "step" in vars(sparsifier):

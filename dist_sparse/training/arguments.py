@@ -42,9 +42,9 @@ from dist_sparse.tables.shards import (
 Level = float | Literal["untouched", "auto"]
 Levels = Level | Mapping[str, Level]
 OptimizerState = Literal["keep", "reset"]
+MakeScheduler = Callable[..., schedulers.ReadyDataScheduler]
 Schedule = (
-    Literal["constant", "cosine", "cubic", "exponential", "linear", "one_shot"]
-    | Callable[..., schedulers.ReadyDataScheduler]
+    Literal["constant", "cosine", "cubic", "exponential", "linear", "one_shot"] | MakeScheduler
 )
 
 
@@ -53,7 +53,7 @@ def _one_shot(*args: Any, end: int, every: int, **kwargs: Any) -> schedulers.Rea
     return schedulers.OneShotDataScheduler(*args, **kwargs)
 
 
-_SCHEDULES: dict[str, Callable[..., schedulers.ReadyDataScheduler]] = {
+_SCHEDULES: dict[str, MakeScheduler] = {
     "constant": schedulers.ConstantDataScheduler,
     "cosine": schedulers.CosineDataScheduler,
     "cubic": schedulers.CubicDataScheduler,
@@ -106,7 +106,9 @@ class SparsifyArgs:
 
     def __post_init__(self) -> None:
         window = Window(begin=self.begin, end=self.end, every=self.every)
-        self.begin, self.end, self.every = window.begin, window.end, window.every
+        self.begin = window.begin
+        self.end = window.end
+        self.every = window.every
         if self.end is not None:
             # Otherwise a schedule shorter than `every` would have one update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
@@ -143,12 +145,13 @@ class SparsifyArgs:
         one = f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
         decay = f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts"
         rotated = "Invalid scope='global' with rotate: rotated columns are removed by position."
-        rules = {
-            one: (self.level is None) == (self.budget is None),
-            f"{decay} lookups.": self.decay is not None and self.score != "frequency",
-            rotated: self.scope == "global" and self.rotate is not None,
-        }
-        checks.refuse(rules)
+        checks.refuse(
+            {
+                one: (self.level is None) == (self.budget is None),
+                f"{decay} lookups.": self.decay is not None and self.score != "frequency",
+                rotated: self.scope == "global" and self.rotate is not None,
+            }
+        )
 
     def _take_untouched(self) -> None:
         """Set the defaults of the level ``"untouched"``: Adagrad's sums, and one mask update."""
@@ -270,7 +273,7 @@ def _dense_reasons(
     # Shards are views of parameters. Whether a parameter is frozen, or an embedding, is known of
     # itself alone, and only the memory of a shard shows to which one it belongs.
     is_frozen = same_storage([p for p in model.parameters() if not p.requires_grad])
-    embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    embeddings = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     is_embedding = same_storage(list(nn.ModuleList(embeddings).parameters()))
     reasons = {}
     for name, data in located.items():
@@ -447,8 +450,8 @@ def budget_levels(
         shape = resolve_block(name, args.block, data.shape)
         floor = floors.get(name, 0.0)
         tables.append(_PrunedTable(data, shape, floor, sizes.get(name, 0)))
-    total = _dense_bytes(located)
-    dense = total - _dense_bytes(pruned)
+    total = dense_bytes(located.values())
+    dense = total - dense_bytes(pruned.values())
     is_global = args.scope == "global"
 
     def served(step: int, is_global: bool) -> int:
@@ -495,7 +498,8 @@ class _PrunedTable:
     group: int
 
     def __post_init__(self) -> None:
-        shape, block = self.data.shape, self.block
+        shape = self.data.shape
+        block = self.block
         needs = f"Table {self.data.name!r}: a budget needs"
         divide = f"{needs} blocks that divide {shape}; {block} do not."
         # An artifact stores zeros within kept rows; only compact() makes a rotated table narrower.
@@ -503,11 +507,12 @@ class _PrunedTable:
             f"{needs} whole rows, or columns that are rotated; blocks of {block} are served as"
             " zeros, and save no bytes. Give a level instead."
         )
-        rules = {
-            divide: shape[0] % block[0] or shape[1] % block[1],
-            save: block[1] < shape[1] and not self.group,
-        }
-        checks.refuse(rules)
+        checks.refuse(
+            {
+                divide: shape[0] % block[0] or shape[1] % block[1],
+                save: block[1] < shape[1] and not self.group,
+            }
+        )
 
     @cached_property
     def blocks(self) -> int:
@@ -540,5 +545,6 @@ class _PrunedTable:
         return rows * width * itemsize + basis
 
 
-def _dense_bytes(tables: Located) -> int:
-    return sum(math.prod(data.shape) * data.dtype.itemsize for data in tables.values())
+def dense_bytes(tables: Iterable[Any]) -> int:
+    """Return the bytes of tables, anything with a shape and a dtype, as they are trained."""
+    return sum(math.prod(table.shape) * table.dtype.itemsize for table in tables)

@@ -126,7 +126,8 @@ class Guard:
     def before_step(self) -> None:
         """Allow or delay the mask update of this step: set ``enable_mask_update``, which the
         sparsifier's next step reads."""
-        state, sparsifier = self.state, self._sparsifier
+        state = self.state
+        sparsifier = self._sparsifier
         if not state.active:
             return
         # The schedule has set the flag for this step. An owed update counts as one of this step.
@@ -145,7 +146,8 @@ class Guard:
 
     def after_step(self) -> None:
         """Record the mask update of this step, if it happened."""
-        state, step = self.state, self._scheduler.last_epoch
+        state = self.state
+        step = self._scheduler.last_epoch
         # Still as before_step() has set it.
         if not state.active or not self._sparsifier.enable_mask_update:
             return
@@ -170,23 +172,24 @@ class Guard:
         state = self.state
         sparsifier = self._sparsifier
         masks = sparsifier.masks
-        rules: dict[str, object] = {
-            f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in _SIGNS,
-            f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
-            not in (None, mode),
-            "guard() stops schedules of a final level: those of functions have none.": (
-                not isinstance(self._scheduler, CurveDataScheduler)
-            ),
-            "guard() can't undo updates that rotate tables.": masks.rotation is not None,
-            # An update shrinks the counts of lookups. Other scores count none: decay is 1.
-            f"guard() can't undo the decay={sparsifier.decay} of counts of lookups.": (
-                sparsifier.decay < 1
-            ),
-            "The first guard() must come before the first mask update that removes weights: its"
-            " metric is the reference, and nothing was kept of earlier updates. Validate before"
-            " begin=, or begin later.": state.mode is None and not masks.tables.keeps_all,
-        }
-        checks.refuse(rules)
+        checks.refuse(
+            {
+                f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in _SIGNS,
+                f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
+                not in (None, mode),
+                "guard() stops schedules of a final level: those of functions have none.": (
+                    not isinstance(self._scheduler, CurveDataScheduler)
+                ),
+                "guard() can't undo updates that rotate tables.": masks.rotation is not None,
+                # An update shrinks the counts of lookups. Other scores count none: decay is 1.
+                f"guard() can't undo the decay={sparsifier.decay} of counts of lookups.": (
+                    sparsifier.decay < 1
+                ),
+                "The first guard() must come before the first mask update that removes weights: its"
+                " metric is the reference, and nothing was kept of earlier updates. Validate before"
+                " begin=, or begin later.": state.mode is None and not masks.tables.keeps_all,
+            }
+        )
         self._last.check(masks.tables.locate())
         return float(value)
 
@@ -268,12 +271,12 @@ def save(
 ) -> dict[str, Any]:
     """Return the whole state: see :meth:`dist_sparse.SparseTraining.state_dict`."""
     # Tables that were squashed since construction have no configuration, and no floor.
-    floored = sorted(sparsifier.floors.keys() & sparsifier.data_groups)
+    floored = sparsifier.floors.keys() & sparsifier.data_groups
     parts = {
         "scheduler": scheduler.state_dict(),
         "score": sparsifier.scored_by,
         "scope": sparsifier.scope,
-        "floors": {name: sparsifier.floors[name] for name in floored},
+        "floors": {name: sparsifier.floors[name] for name in sorted(floored)},
         "guard": asdict(guard.state),
     }
     return {
@@ -307,7 +310,7 @@ def prepare_load(
     made_with = {**settings, "data_groups": configs}
     before = {name: getattr(sparsifier, name) for name in made_with}
     try:
-        _set_attributes(sparsifier, made_with)
+        _assign(sparsifier, made_with)
         # Over the world too: where no table is held by all ranks, an error of one would not reach
         # the others.
         with world.agreeing(_ACTION):
@@ -318,13 +321,13 @@ def prepare_load(
                 _refuse_other_steps(levels, configs, schedule["last_epoch"])
             _check_next_updates(sparsifier, levels, schedule.get("final", {}))
     finally:
-        _set_attributes(sparsifier, before)
+        _assign(sparsifier, before)
 
     def commit() -> None:
         # Nothing below communicates or can fail, so that no rank is left with half a state.
         commit_masks()
         commit_schedule()
-        _set_attributes(sparsifier, settings)
+        _assign(sparsifier, settings)
         guard.put(guard_state)
 
     return commit
@@ -340,25 +343,29 @@ def _parse(
     parts = checks.from_json("the schedule", state["schedule"])
     needed = {"scheduler", "score", "scope"}
     _check_keys("The schedule of the state", parts, needed, {"floors", "guard"})
-    schedule, floors = parts["scheduler"], parts.get("floors", {})
+    schedule = parts["scheduler"]
+    floors = parts.get("floors", {})
     kind = f"The state of the {type(scheduler).__name__}"
     _check_keys(kind, schedule, set(scheduler.state_dict()))
     _check_keys("The entry 'floors' of the state", floors, set(), set(sparsifier.data_groups))
     score = checks.choice("score", parts["score"], SCORES)
     param = schedule["schedule_param"]
-    rules = {
-        f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.": param
-        != scheduler.schedule_param,
-        # sparsify() attaches the counters of lookups: a state can't switch them on.
-        f"The state is scored by {score!r}: pass score={score!r} to sparsify().": (
-            (score == "frequency") != sparsifier.counts_lookups
-        ),
-    }
-    checks.refuse(rules)
+    checks.refuse(
+        {
+            f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.": param
+            != scheduler.schedule_param,
+            # sparsify() attaches the counters of lookups: a state can't switch them on.
+            f"The state is scored by {score!r}: pass score={score!r} to sparsify().": (
+                (score == "frequency") != sparsifier.counts_lookups
+            ),
+        }
+    )
     settings = {
         "scored_by": score,
         "scope": checks.choice("scope", parts["scope"], SCOPES),
-        "floors": {name: checks.level(f"floors[{name!r}]", each) for name, each in floors.items()},
+        "floors": {
+            name: checks.level(f"floors[{name!r}]", floor) for name, floor in floors.items()
+        },
     }
     return schedule, settings, GuardState.parsed(parts.get("guard", asdict(GuardState())))
 
@@ -378,7 +385,7 @@ def _check_keys(
     checks.refuse({lacks: missing, other: unknown})
 
 
-def _set_attributes(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:
+def _assign(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         setattr(sparsifier, name, value)
 
@@ -391,7 +398,7 @@ def _refuse_other_steps(
     for name, level in levels.items():
         masked = configs.get(name, {}).get("sparsity_level", level)
         same = masked == level
-        # A level may be "untouched", a word. Numbers may differ by the rounding of another release.
+        # A level may be the word "untouched". Numbers are compared up to rounding.
         if isinstance(masked, (int, float)) and isinstance(level, (int, float)):
             same = math.isclose(masked, level, abs_tol=1e-9)
         if not same:

@@ -144,9 +144,11 @@ class SparseTraining:
     def sparsity(self) -> float:
         """The achieved fraction of removed blocks, over all tables and ranks. Collective if tables
         are sharded."""
-        stats = self.sparsifier.table_stats()
-        blocks = sum(table.blocks for table in stats)
-        return sum(table.removed_blocks for table in stats) / max(blocks, 1)
+        blocks = removed = 0
+        for table in self.sparsifier.table_stats():
+            blocks += table.blocks
+            removed += table.removed_blocks
+        return removed / max(blocks, 1)
 
     @property
     def partial_tables(self) -> list[str]:
@@ -210,12 +212,13 @@ class SparseTraining:
         if not self.enforcer.attached:
             raise RuntimeError("guard() needs an attached SparseTraining: this one is detached.")
         with world_group().agreeing("guard()") as facts:
-            value = self._guard.check(metric, mode)
+            guard = self._guard
+            value = guard.check(metric, mode)
             tolerance = float(checks.number("tolerance", tolerance, least=0))
             facts.update(metric=value, tolerance=tolerance, mode=mode)
-            facts.update(guard=asdict(self._guard.state), can_undo=self._guard.can_undo)
+            facts.update(guard=asdict(guard.state), can_undo=guard.can_undo)
         # Equal facts, so that all ranks take the same branch below.
-        check = self._guard.judge(value, tolerance, mode)
+        check = guard.judge(value, tolerance, mode)
         if check.undone is not None:
             # Collective.
             check = replace(check, sparsity=self.sparsity)
@@ -230,7 +233,8 @@ class SparseTraining:
         head = ("table", "shape", "sharding", "block", "level", "sparsity", "removed blocks")
         rows = []
         for table in self.sparsifier.table_stats():
-            shape, block = shape_text(table.shape), block_shape_text(table.sparse_block_shape)
+            shape = shape_text(table.shape)
+            block = block_shape_text(table.sparse_block_shape)
             level = level_text(self.sparsifier.data_groups[table.name]["sparsity_level"])
             removed = f"{table.sparsity:.4f}", count(table.removed_blocks)
             rows.append((table.name, shape, table.sharding, block, level, *removed))
@@ -303,7 +307,8 @@ class SparseTraining:
             self._detached()
 
     def __repr__(self) -> str:
-        step, end = self.scheduler.last_epoch, self.scheduler.end
+        step = self.scheduler.last_epoch
+        end = self.scheduler.end
         schedule = f"step {step} of {end}"
         if end is None:
             schedule = f"step {step}"
@@ -344,7 +349,7 @@ class SparseTraining:
             # The hook keeps this object alive as long as the optimizer, even if the caller drops
             # it.
             hook = Hook(lambda *_: self._step())
-            self._handles.append(_stepped_optimizer(optimizers[-1]).register_step_post_hook(hook))
+            self._handles.append(_unwrap(optimizers[-1]).register_step_post_hook(hook))
         (modules,) = walked.modules.values()
         unused = dict(_unsharded_collections(modules, self.sparsifier.data_groups))
         self._unused = unused
@@ -579,18 +584,14 @@ def sparsify(
     except BaseException:
         training._detached()
         raise
-    _warn_of_emptied(finals)
-    return training
-
-
-def _warn_of_emptied(finals: Mapping[str, Level]) -> None:
-    emptied = [name for name, level in finals.items() if level == 1]
+    emptied = [name for name, final in finals.items() if final == 1]
     if emptied:
         warn_on_first_rank(
             f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
             " block of each table stays.",
-            stacklevel=3,
+            stacklevel=2,
         )
+    return training
 
 
 def _scheduler(
@@ -601,11 +602,17 @@ def _scheduler(
     # Where all tables have one level, one number keeps the repr, the state and the facts short.
     if list(set(finals.values())) == [args.level]:
         final = args.level
-    window = {"begin": args.begin, "end": args.end, "every": args.every}
     wrong = f"Invalid schedule={args.schedule!r}: must make a ready scheduler"
     with world_group().agreeing("sparsify()"):
         try:
-            scheduler = args.schedule(sparsifier, "sparsity_level", final=final, **window)
+            scheduler = args.schedule(
+                sparsifier,
+                "sparsity_level",
+                final=final,
+                begin=args.begin,
+                end=args.end,
+                every=args.every,
+            )
         except TypeError as error:
             # A user's class without these parameters fails before it communicates, and perhaps on
             # one rank alone.
@@ -615,10 +622,10 @@ def _scheduler(
     return scheduler
 
 
-def _stepped_optimizer(optimizer: Any) -> Any:
+def _unwrap(optimizer: Any) -> Any:
     """Return the optimizer inside wrappers: the innermost, or the first that combines several or
     fused ones."""
-    # LightningOptimizer steps its `_optimizer` and no hook of its own; others do the same.
+    # LightningOptimizer and TorchRec's wrappers step the optimizer in their `_optimizer`.
     while torchrec_parts(optimizer) is None and hasattr(optimizer, "_optimizer"):
         optimizer = optimizer._optimizer
     return optimizer

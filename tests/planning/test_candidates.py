@@ -18,11 +18,11 @@ from dist_sparse.planning.candidates import (
     CODED,
     Candidate,
     TableShape,
-    dense_bytes,
     shape_of,
 )
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData
+from dist_sparse.training.arguments import dense_bytes
 
 pytest.importorskip("safetensors")
 

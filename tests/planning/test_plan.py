@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from dist_sparse import compact, export, plan, quantize, sparsify
-from dist_sparse.planning.candidates import CODED, Candidate, TableShape, dense_bytes
+from dist_sparse.planning.candidates import CODED, Candidate, TableShape
 from dist_sparse.planning.plan import Plan
 from dist_sparse.serving.artifact import open_artifact
+from dist_sparse.training.arguments import dense_bytes
 
 TOWERS = {"user": (30_000, 64), "item": (40_000, 64)}
 CROSSED = TOWERS | {"cross": (500_000, 64)}
