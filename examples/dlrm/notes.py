@@ -52,11 +52,11 @@ class Notes:
 
     def step(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Log one training step, after the mask update."""
-        noted = loss if self._steps % _LOSS_EVERY == 0 else None
-        self._log.step(self._steps, loss=noted, **self._quality.update(logits, labels))
+        logged = loss if self._steps % _LOSS_EVERY == 0 else None
+        self._log.step(self._steps, loss=logged, **self._quality.update(logits, labels))
         self._steps += 1
 
-    def close(self, **values: float) -> None:
+    def close(self, **values: float | None) -> None:
         """Log the results of the run."""
         self._log.step(self._steps, **values)
         self._log.close()
