@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, zip_longest
+from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -162,15 +163,14 @@ def block_shape_text(block: Sequence[int | str] | None) -> str:
     return {"1xrow": "row", "colx1": "col"}.get(shape, shape)
 
 
-def block_text(block: Sequence[int | str] | None, zeros: int | None = None) -> str:
+def block_text(block: Sequence[Any] | None, zeros: int | None = None) -> str:
     """Return the number of elements that a pruned block loses, or ``all``; a dash without a
     block."""
     if block is None:
         return "-"
     # ROW and COL depend on the table: the size of such a block is not known.
-    sizes = [size for size in block if not isinstance(size, str)]
-    whole = zeros is None or (len(sizes) == len(block) and zeros == math.prod(sizes))
-    return "all" if whole else str(zeros)
+    elements = None if {"ROW", "COL"} & {*block} else math.prod(block)
+    return "all" if zeros in (None, elements) else str(zeros)
 
 
 def mib(count: int) -> str:
