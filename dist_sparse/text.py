@@ -74,11 +74,11 @@ def table_lines(
         totals: last rows.
     """
     cells = [[*map(printable, row)] for row in (*rows, *totals)]
+    # Names stay whole, and so do numbers: "1.30 MiB" must not break at its blank.
+    whole = {0, *right}
     columns = []
     for place, texts in enumerate(zip(head, *cells, strict=True)):
-        # Names stay whole, and so do numbers: "1.30 MiB" must not break at its blank.
-        whole = place == 0 or place in right
-        columns.append(_Column(texts, place in right, whole))
+        columns.append(_Column(texts, place in right, place in whole))
     blocks = _blocks(columns, _terminal_width())
     if totals:
         # The rule below the head is repeated above the totals.
@@ -125,7 +125,7 @@ def _blocks(columns: Sequence[_Column], room: int) -> list[list[str]]:
     blocks.insert(1, ["  ".join("-" * column.width for column in shown)])
     if below:
         for block, more in zip(blocks, _blocks(below, room - 2), strict=True):
-            block += [f"  {line}" for line in more]
+            block += map("  {}".format, more)
     return blocks
 
 

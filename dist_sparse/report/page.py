@@ -96,7 +96,7 @@ class Plot:
     @property
     def widest(self) -> str:
         """The longest number of the vertical axis, which sets the width of its column."""
-        return max((text for _, text in self.marks), key=len, default="")
+        return max(dict(self.marks).values(), key=len, default="")
 
 
 class _Axes:
@@ -250,7 +250,8 @@ def _every_nth(values: list[Any], most: int) -> list[Any]:
 def _tips(lines: Sequence[Line], axes: _Axes) -> list[dict[str, Any]]:
     """Return the tooltips of the values at each step: vertical strips, side by side."""
     # A strip is an element of the page: with many steps, only every n-th has one.
-    shown = _every_nth(sorted({x for line in lines for x in line.places}), _MOST_TIPS)
+    steps = set[float]().union(*(line.places for line in lines))
+    shown = _every_nth(sorted(steps), _MOST_TIPS)
     # Strips meet halfway between steps, so that a pointer shows the nearest one.
     edges = [0.0, *((axes.x_of(a) + axes.x_of(b)) / 20 for a, b in pairwise(shown)), 100.0]
     tips = []

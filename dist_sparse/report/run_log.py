@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -388,13 +388,10 @@ def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
 
 def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
     """Refuse arguments of a wrong type, and a sparsifier or tables that another log records."""
-    types = ("sparsifier", sparsifier, BaseDataSparsifier), ("enforcer", enforcer, MaskEnforcer)
-    for name, value, kind in types:
-        if not isinstance(value, kind | None):
-            _refuse_type(name, value, kind.__name__)
+    _refuse_type("sparsifier", sparsifier, isinstance(sparsifier, BaseDataSparsifier | None))
+    _refuse_type("enforcer", enforcer, isinstance(enforcer, MaskEnforcer | None))
     # Not isinstance(): FollowingTables needs torchrec.
-    if not hasattr(slots, "updates"):
-        _refuse_type("slots", slots, "FollowingTables")
+    _refuse_type("slots", slots, hasattr(slots, "updates"))
     refuse(
         {
             "Another RunLog, or a recorder, records this sparsifier: close that log, or call"
@@ -406,8 +403,17 @@ def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
     )
 
 
-def _refuse_type(name: str, value: object, kind: str) -> NoReturn:
-    raise ValueError(f"Invalid {name} of type {type(value).__name__}: must be a {kind}.")
+_TYPES = {
+    "sparsifier": "BaseDataSparsifier",
+    "enforcer": "MaskEnforcer",
+    "slots": "FollowingTables",
+}
+
+
+def _refuse_type(name: str, value: object, fits: bool) -> None:
+    if not fits:
+        kind = _TYPES[name]
+        raise ValueError(f"Invalid {name} of type {type(value).__name__}: must be a {kind}.")
 
 
 def _refuse_non_number(name: str, value: object) -> None:

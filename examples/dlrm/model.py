@@ -34,8 +34,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm.batches import Dataset
 
-__all__ = ["DIM", "NARROWEST", "SHARDINGS", "ShardedModel", "build", "sharding_of"]
-
 DIM = 32
 """Of every table, unless a run has another: DLRM's interaction multiplies the features' vectors
 with each other."""

@@ -22,8 +22,6 @@ import torch
 from dlrm.batches import DataError, Dataset, SparseFeature
 from dlrm.hashing import hashed_cross
 
-__all__ = ["CACHE", "CROSS_ROWS", "fetch", "load", "past_of_user"]
-
 CACHE = Path(__file__).resolve().parents[2] / ".data"
 CROSS_ROWS = 50_000
 """Rows of the hashed user x genre cross, by far the largest table."""

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from dist_sparse import DataNormSparsifier, MaskEnforcer, RunLog
 from dist_sparse.report.run_log import Quality
 
-__all__ = ["Notes"]
-
 _LOSS_EVERY = 10
 """Steps; on a GPU each read of the loss waits for the device."""
 

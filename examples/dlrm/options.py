@@ -14,17 +14,6 @@ from dist_sparse.report.folder import RUN
 from dist_sparse.sparsifiers.importance import SCORES
 from dlrm.model import DIM, NARROWEST, SHARDINGS
 
-__all__ = [
-    "as_block",
-    "as_dim",
-    "as_level",
-    "as_levels",
-    "as_positive",
-    "as_seed",
-    "parse",
-    "started_world",
-]
-
 
 def parse(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked options; a wrong one ends the process with status 2 and one line."""

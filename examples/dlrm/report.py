@@ -9,8 +9,6 @@ from dist_sparse.text import count, percent, table_lines
 from dlrm.served import Served
 from dlrm.train import Result, TableRow
 
-__all__ = ["overhead", "runs_table", "served_table", "tables_table"]
-
 
 def tables_table(tables: Sequence[TableRow]) -> str:
     """Return one line per table of the sparsified run; dashes for a table that was left dense."""

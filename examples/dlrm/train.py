@@ -40,19 +40,6 @@ from dlrm.notes import Notes
 from dlrm.predictions import Predictions
 from dlrm.served import Artifacts, export
 
-__all__ = [
-    "Result",
-    "Saving",
-    "Settings",
-    "Sparsification",
-    "Sparsity",
-    "TableRow",
-    "epochs",
-    "large_tables",
-    "run",
-    "train_steps",
-]
-
 _MIN_ROWS = 256
 """Without levels by table, those with fewer rows stay dense: they save next to nothing."""
 
