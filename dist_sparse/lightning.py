@@ -274,8 +274,10 @@ class SparsifyCallback(Callback):
         metrics = {f"sparsity/{table.name}": table.sparsity for table in stats}
         # The level "untouched" is no number.
         if None not in levels.values():
-            scheduled = sum(levels[table.name] * table.blocks for table in stats)
-            blocks = sum(table.blocks for table in stats)
+            scheduled = blocks = 0
+            for table in stats:
+                scheduled += levels[table.name] * table.blocks
+                blocks += table.blocks
             metrics["sparsity/level"] = scheduled / max(blocks, 1)
         # Not by log(): log_every_n_steps would drop most of the few mask updates.
         for name, value in metrics.items():

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, zip_longest
+from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -73,11 +74,11 @@ def table_lines(
         totals: last rows.
     """
     cells = [[*map(printable, row)] for row in (*rows, *totals)]
+    # Names stay whole, and so do numbers: "1.30 MiB" must not break at its blank.
+    whole = {0, *right}
     columns = []
     for place, texts in enumerate(zip(head, *cells, strict=True)):
-        # Names stay whole, and so do numbers: "1.30 MiB" must not break at its blank.
-        whole = place == 0 or place in right
-        columns.append(_Column(texts, place in right, whole))
+        columns.append(_Column(texts, place in right, place in whole))
     blocks = _blocks(columns, _terminal_width())
     if totals:
         # The rule below the head is repeated above the totals.
@@ -124,7 +125,7 @@ def _blocks(columns: Sequence[_Column], room: int) -> list[list[str]]:
     blocks.insert(1, ["  ".join("-" * column.width for column in shown)])
     if below:
         for block, more in zip(blocks, _blocks(below, room - 2), strict=True):
-            block += [f"  {line}" for line in more]
+            block += map("  {}".format, more)
     return blocks
 
 
@@ -162,15 +163,14 @@ def block_shape_text(block: Sequence[int | str] | None) -> str:
     return {"1xrow": "row", "colx1": "col"}.get(shape, shape)
 
 
-def block_text(block: Sequence[int | str] | None, zeros: int | None = None) -> str:
+def block_text(block: Sequence[Any] | None, zeros: int | None = None) -> str:
     """Return the number of elements that a pruned block loses, or ``all``; a dash without a
     block."""
     if block is None:
         return "-"
     # ROW and COL depend on the table: the size of such a block is not known.
-    sizes = [size for size in block if not isinstance(size, str)]
-    whole = zeros is None or (len(sizes) == len(block) and zeros == math.prod(sizes))
-    return "all" if whole else str(zeros)
+    elements = None if {"ROW", "COL"} & {*block} else math.prod(block)
+    return "all" if zeros in (None, elements) else str(zeros)
 
 
 def mib(count: int) -> str:

@@ -404,8 +404,7 @@ FUNCTION takes no arguments and returns a trained model, which is not changed.
 
 FUNCTION returns (model, evaluate); evaluate(model) returns metrics by name, on
 data that the model was not trained on. If it has the parameter columns, it is
-called again with fractions of them, for models with smaller tables. With the
-same --out, an interrupted run goes on.
+called again with fractions of them, for models with smaller tables.
 """,
         [
             option(
@@ -442,7 +441,7 @@ same --out, an interrupted run goes on.
             ),
             option(
                 "--out",
-                help="writes frontier.json and trials.jsonl there, and goes on from the latter",
+                help="for frontier.json and trials.jsonl; continues an interrupted run",
                 metavar="DIR",
             ),
             _FUNCTION,
@@ -457,7 +456,7 @@ same --out, an interrupted run goes on.
   dist-sparse serve-check served/
   dist-sparse serve-check served/ monday/ tuesday/
 
-Every byte is verified, and what the deltas add up to. Needs torch, no model.
+Every byte is verified. Needs torch, no model.
 """,
         [_ARTIFACT, _DELTAS, _JSON],
     ),
@@ -483,7 +482,7 @@ Needs torch, no model.
   dist-sparse doctor
   dist-sparse doctor --verbose
 
-Prints the verdict, what is wrong and the commands that fix it. Changes nothing.
+Changes nothing.
 """,
         [option("-v", "--verbose", help="shows every finding", action="store_true"), _JSON],
     ),

@@ -149,7 +149,8 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += _closest(value, action.choices or ())
+            assert action.choices is not None
+            error.message += _closest(value, action.choices)
             raise
 
     def error(self, message: str) -> NoReturn:

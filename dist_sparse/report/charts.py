@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -87,12 +88,12 @@ class Chart:
     @property
     def places(self) -> list[float]:
         """x of the points of all lines."""
-        return [x for line in self.lines for x in line.places]
+        return [*chain.from_iterable(line.places for line in self.lines)]
 
     @property
     def heights(self) -> list[float]:
         """y of the finite points of all lines."""
-        return [y for line in self.lines for y in line.heights]
+        return [*chain.from_iterable(line.heights for line in self.lines)]
 
     @property
     def is_drawn(self) -> bool:

@@ -96,7 +96,7 @@ class Plot:
     @property
     def widest(self) -> str:
         """The longest number of the vertical axis, which sets the width of its column."""
-        return max((text for _, text in self.marks), key=len, default="")
+        return max(dict(self.marks).values(), key=len, default="")
 
 
 class _Axes:
@@ -113,8 +113,11 @@ class _Axes:
         self.left, self.right, self.scale = left, right, scale
         self.low, self.high = _axis_range(chart.heights, chart.share)
         # How values are written: in tooltips, and beside the axis, where there is less room.
-        self.text_of: Formatter = percent if chart.share else amount
-        self.mark_of: Formatter = _percent_tick if chart.share else _compact
+        self.text_of: Formatter = amount
+        self.mark_of: Formatter = _compact
+        if chart.share:
+            self.text_of = percent
+            self.mark_of = _percent_tick
 
     def x_of(self, value: float) -> float:
         # One decimal is a quarter of a pixel on a wide page, and keeps paths short.
@@ -159,10 +162,12 @@ def _line_plot(chart: Chart) -> Plot:
         step, text = chart.mark
         mark = axes.x_of(step) / 10, text
         shapes.append(("mark", f"M{axes.x_of(step)} 0V{HEIGHT}"))
-    # Logged values are drawn behind their means, and have no name of their own.
-    named = [line for line in chart.lines if line.role != "raw"]
-    ends, legend = list[str](), list[tuple[str, str]]()
-    for line in named:
+    named, ends, legend = list[Line](), list[str](), list[tuple[str, str]]()
+    for line in chart.lines:
+        # Logged values are drawn behind their means, and have no name of their own.
+        if line.role == "raw":
+            continue
+        named.append(line)
         ends.append(f"{line.name} ends at {axes.text_of(line.heights[-1])}")
         legend.append((_css_class(line), line.name))
     return Plot(
@@ -193,10 +198,10 @@ def _dot_plot(chart: Chart) -> Plot:
             text = size(tick).replace(".00", "").replace(".0", "")
             below.append((axes.x_of(tick) / 10, text))
     marks, shapes = axes.grid()
-    spots = list[dict[str, Any]]()
-    texts = list[str]()
+    legend, spots, texts = list[tuple[str, str]](), list[dict[str, Any]](), list[str]()
     for place, line in enumerate(chart.lines):
         look = _css_class(line)
+        legend.append((look, line.name))
         shapes.append((f"{look} joined", _path(line, axes)))
         dots = zip(line.labels, line.places, line.heights, strict=True)
         for number, (label, taken, auc) in enumerate(dots):
@@ -216,7 +221,7 @@ def _dot_plot(chart: Chart) -> Plot:
         marks=marks,
         below=_every_nth(below, 5),
         label="bytes, logarithmic",
-        legend=[(_css_class(line), line.name) for line in chart.lines],
+        legend=legend,
         spots=spots,
     )
 
@@ -245,7 +250,8 @@ def _every_nth(values: list[Any], most: int) -> list[Any]:
 def _tips(lines: Sequence[Line], axes: _Axes) -> list[dict[str, Any]]:
     """Return the tooltips of the values at each step: vertical strips, side by side."""
     # A strip is an element of the page: with many steps, only every n-th has one.
-    shown = _every_nth(sorted({x for line in lines for x in line.places}), _MOST_TIPS)
+    steps = set[float]().union(*(line.places for line in lines))
+    shown = _every_nth(sorted(steps), _MOST_TIPS)
     # Strips meet halfway between steps, so that a pointer shows the nearest one.
     edges = [0.0, *((axes.x_of(a) + axes.x_of(b)) / 20 for a, b in pairwise(shown)), 100.0]
     tips = []

@@ -87,7 +87,8 @@ def add_artifact(
     """
     run, artifact = Path(run), Path(artifact)
     _refuse_no_run(run, RUN)
-    sizes = [file.stat().st_size for file in (artifact, *artifact.rglob("*")) if file.is_file()]
+    files = filter(Path.is_file, (artifact, *artifact.rglob("*")))
+    sizes = [file.stat().st_size for file in files]
     if not sizes:
         raise ValueError(
             f"Invalid artifact={str(artifact)!r}: there is no such file, nor a folder with files."
@@ -474,9 +475,8 @@ class _Reader:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a Run that the log holds."""
-        seconds = Counter[str]()
-        for session in self._seconds:
-            seconds.update(session)
+        # Sums by cause.
+        seconds = sum(map(Counter, self._seconds), Counter[str]())
         # The sum over some of the sessions would be too small.
         is_known = all("enforcement" in session for session in self._seconds)
         spent = Spent(

@@ -31,7 +31,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import NoneType, SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -168,12 +168,10 @@ class RunLog:
             given_sinks = [*sinks]
             if self._writes:
                 check_log(self.folder, resume)
-            about: dict[str, Any] = {"config": check_config(config or {}), "name": name}
-            about["world"] = world.size
             located = [] if model is None else ModelTables(model, slots=True).locate()
-            about["tables"] = {
-                data.name: math.prod(data.shape) * data.dtype.itemsize for data in located
-            }
+            sizes = {data.name: math.prod(data.shape) * data.dtype.itemsize for data in located}
+            about = {"config": check_config(config or {}), "name": name}
+            about |= {"world": world.size, "tables": sizes}
         self._file: LogFile | None = None
         self._sinks: list[Sink] = []
         # Another agreement: rank 0 writes nothing before all ranks have accepted their arguments.
@@ -262,12 +260,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Close. After an exception, do so without collectives: other ranks may not have raised."""
         if error is None:
             self.close()
@@ -393,34 +386,34 @@ def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
         sums[kind, _OCTAVES] += lookups[rows].sum().round().long()
 
 
-_MISSING = object()
-
-
 def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
     """Refuse arguments of a wrong type, and a sparsifier or tables that another log records."""
-    refuse(
-        {
-            f"Invalid sparsifier of type {type(sparsifier).__name__}: must be a"
-            " BaseDataSparsifier.": not isinstance(sparsifier, (BaseDataSparsifier, NoneType)),
-            f"Invalid enforcer of type {type(enforcer).__name__}: must be a MaskEnforcer.": (
-                not isinstance(enforcer, (MaskEnforcer, NoneType))
-            ),
-        }
-    )
+    _refuse_type("sparsifier", sparsifier, isinstance(sparsifier, BaseDataSparsifier | None))
+    _refuse_type("enforcer", enforcer, isinstance(enforcer, MaskEnforcer | None))
     # Not isinstance(): FollowingTables needs torchrec.
-    updates = getattr(slots, "updates", _MISSING)
+    _refuse_type("slots", slots, hasattr(slots, "updates"))
     refuse(
         {
             "Another RunLog, or a recorder, records this sparsifier: close that log, or call"
             " stop_recording(), first.": sparsifier and sparsifier.masks.recorder is not None,
-            f"Invalid slots of type {type(slots).__name__}: must be a FollowingTables.": (
-                updates is _MISSING
-            ),
             "Another RunLog logs these following tables: close that log first.": (
-                updates is not None
+                slots.updates is not None
             ),
         }
     )
+
+
+_TYPES = {
+    "sparsifier": "BaseDataSparsifier",
+    "enforcer": "MaskEnforcer",
+    "slots": "FollowingTables",
+}
+
+
+def _refuse_type(name: str, value: object, fits: bool) -> None:
+    if not fits:
+        kind = _TYPES[name]
+        raise ValueError(f"Invalid {name} of type {type(value).__name__}: must be a {kind}.")
 
 
 def _refuse_non_number(name: str, value: object) -> None:

@@ -218,14 +218,12 @@ def _artifacts_from(run: Run, base: Run, least: float) -> tuple[list[str], list[
         for artifact in artifacts_of(one):
             if artifact.auc >= least:
                 share = percent(share_of(artifact.bytes, whole_bytes(run)))
-                text = f"{one.name}, {artifact.name} ({size(artifact.bytes)}, {share} of dense,"
+                facts = f"{size(artifact.bytes)}, {share} of dense, AUC {artifact.auc:.4f}"
+                text = f"{one.name}, {artifact.name} ({facts})"
                 good.append((artifact.bytes, artifact.auc, text, at_once))
-    texts, texts_at_once = list[str](), list[str]()
-    for _, auc, text, at_once in sorted(good):
-        texts.append(f"{text} AUC {auc:.4f})")
-        if at_once:
-            texts_at_once.append(texts[-1])
-    return texts, texts_at_once
+    good.sort()
+    texts = [text for _, _, text, _ in good]
+    return texts, [text for _, _, text, at_once in good if at_once]
 
 
 def _seed_noise(run: Run) -> str:
@@ -421,12 +419,11 @@ def _table_rows(run: Run) -> list[dict[str, Any]]:
         change = changes.get(table.name)
         row = {name: getattr(change, name, None) for name in TABLE_FIELDS}
         if isinstance(table, TableStats):
-            known = table_json(table)
-            known["bytes_dense"] = table.table_bytes
-            known["bytes_kept"] = table.kept_bytes
-            known["bytes_masks"] = table.mask_bytes
-            known["dead_rows"] = run.dead_rows[table.name]
+            known = table_json(table) | {"dead_rows": run.dead_rows[table.name]}
             row |= {name: known[name] for name in row.keys() & known}
+            row["bytes_dense"] = table.table_bytes
+            row["bytes_kept"] = table.kept_bytes
+            row["bytes_masks"] = table.mask_bytes
         rows.append(row)
     return rows
 

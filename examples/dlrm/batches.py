@@ -15,8 +15,6 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["Batch", "DataError", "Dataset", "SparseFeature", "batches", "steps_per_pass"]
-
 
 class DataError(ValueError):
     """The data is unusable; the message is for the user."""

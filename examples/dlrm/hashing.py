@@ -11,8 +11,6 @@ import torch
 
 from dlrm.batches import Dataset, SparseFeature
 
-__all__ = ["folded", "hashed_cross"]
-
 Ints = npt.NDArray[np.int64]
 
 

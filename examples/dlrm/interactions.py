@@ -18,8 +18,6 @@ import torch
 from dlrm.batches import DataError, Dataset, SparseFeature
 from dlrm.hashing import hashed_cross
 
-__all__ = ["load", "read", "split_of"]
-
 Ints = npt.NDArray[np.int64]
 
 _KEYS = ("train_user", "train_item", "test_user", "test_item", "num_users", "num_items")

@@ -84,7 +84,7 @@ def main(options: argparse.Namespace) -> None:
 
     number, count = 0, 3 + len(options.dims or [DIM])
 
-    def trained(
+    def train(
         name: str,
         settings: Settings,
         folder: Path,
@@ -95,11 +95,11 @@ def main(options: argparse.Namespace) -> None:
         nonlocal number
         number += 1
         say(f"run {number} of {count}: {name}")
-        result = run(name, data, settings, folder, sparsity, saved(name), untouched)
+        result = run(name, data, settings, folder, sparsity, checkpoints_of(name), untouched)
         say(f"{name}: done after {time.perf_counter() - started:.0f} s")
         return result
 
-    def saved(name: str) -> Checkpoints | None:
+    def checkpoints_of(name: str) -> Checkpoints | None:
         if options.checkpoint is None:
             return None
         return Checkpoints(
@@ -107,16 +107,16 @@ def main(options: argparse.Namespace) -> None:
         )
 
     # The report compares a run with those in folders inside its own.
-    dense = trained("dense", settings, run_dir / "dense", untouched=run_dir / "untouched_rows")
-    sparse = trained("sparsified", settings, run_dir, sparsity)
+    dense = train("dense", settings, run_dir / "dense", untouched=run_dir / "untouched_rows")
+    sparse = train("sparsified", settings, run_dir, sparsity)
     results = [dense, sparse]
     for dim in options.dims or [same_bytes(dense, sparse)]:
         results.append(
-            trained(f"dense dim {dim}", narrowed(settings, dim), run_dir / f"dense_dim_{dim}")
+            train(f"dense dim {dim}", narrowed(settings, dim), run_dir / f"dense_dim_{dim}")
         )
     few = same_bytes_in_rows(sparse, least=world)
     results.append(
-        trained("folded rows", settings, run_dir / "folded_rows", data=folded(dataset, few))
+        train("folded rows", settings, run_dir / "folded_rows", data=folded(dataset, few))
     )
     block = block_shape_text(options.block)
     score = options.norm if options.score == "norm" else options.score

@@ -33,8 +33,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm.batches import Dataset
 
-__all__ = ["DIM", "NARROWEST", "SHARDINGS", "ShardedModel", "build", "sharding_of"]
-
 DIM = 32
 """Default columns of all tables; they are equal because DLRM's interaction multiplies the features'
 vectors with each other."""

@@ -22,8 +22,6 @@ import torch
 from dlrm.batches import DataError, Dataset, SparseFeature
 from dlrm.hashing import hashed_cross
 
-__all__ = ["CACHE", "CROSS_ROWS", "fetch", "load", "past_of_user"]
-
 CACHE = Path(__file__).resolve().parents[2] / ".data"
 CROSS_ROWS = 50_000
 """Rows of the hashed user x genre cross, by far the largest table."""
@@ -96,17 +94,19 @@ def load(folder: Path) -> Dataset:
     users = _table(folder / "ml-100k.user", _ROWS["ml-100k.user"])
     items = _table(folder / "ml-100k.item", _ROWS["ml-100k.item"])
 
-    time = np.array([int(row[3]) for row in ratings], dtype=np.int64)
+    time = np.array(_column(ratings, 3), dtype=np.int64)
     order = np.argsort(time, kind="stable")
     time = time[order]
-    user = np.array([int(row[0]) for row in ratings], dtype=np.int64)[order] - 1
-    item = np.array([int(row[1]) for row in ratings], dtype=np.int64)[order] - 1
-    rating = np.array([float(row[2]) for row in ratings], dtype=np.float32)[order]
+    user = np.array(_column(ratings, 0), dtype=np.int64)[order] - 1
+    item = np.array(_column(ratings, 1), dtype=np.int64)[order] - 1
+    rating = np.array(_column(ratings, 2), dtype=np.float32)[order]
 
     users.sort(key=lambda row: int(row[0]))
     items.sort(key=lambda row: int(row[0]))
-    age = np.array([int(row[1]) for row in users], dtype=np.int64)
-    gender, occupation, zip_code = (_codes([row[column] for row in users]) for column in (2, 3, 4))
+    age = np.array(_column(users, 1), dtype=np.int64)
+    gender = _codes(_column(users, 2))
+    occupation = _codes(_column(users, 3))
+    zip_code = _codes(_column(users, 4))
     year = np.array([_year(row) for row in items], dtype=np.float32)
     genre_names = sorted({genre for row in items for genre in row[3].split()})
     genres_of = [
@@ -187,6 +187,10 @@ def _table(path: Path, expected: int) -> list[list[str]]:
             "Delete it and start again."
         )
     return rows
+
+
+def _column(rows: list[list[str]], place: int) -> list[str]:
+    return [row[place] for row in rows]
 
 
 def _codes(values: list[str]) -> Ints:

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from dist_sparse import DataNormSparsifier, MaskEnforcer, RunLog
 from dist_sparse.report.run_log import Quality
 
-__all__ = ["Notes"]
-
 _LOSS_EVERY = 10
 """Steps; on a GPU each read of the loss waits for the device."""
 
@@ -52,11 +50,11 @@ class Notes:
 
     def step(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Log one training step, after the mask update."""
-        noted = loss if self._steps % _LOSS_EVERY == 0 else None
-        self._log.step(self._steps, loss=noted, **self._quality.update(logits, labels))
+        logged = loss if self._steps % _LOSS_EVERY == 0 else None
+        self._log.step(self._steps, loss=logged, **self._quality.update(logits, labels))
         self._steps += 1
 
-    def close(self, **values: float) -> None:
+    def close(self, **values: float | None) -> None:
         """Log the results of the run."""
         self._log.step(self._steps, **values)
         self._log.close()

@@ -14,17 +14,6 @@ from dist_sparse.report.folder import RUN
 from dist_sparse.sparsifiers.importance import SCORES
 from dlrm.model import DIM, NARROWEST, SHARDINGS
 
-__all__ = [
-    "as_block",
-    "as_dim",
-    "as_level",
-    "as_levels",
-    "as_positive",
-    "as_seed",
-    "parse",
-    "started_world",
-]
-
 
 def parse(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked options; a wrong one ends the process with status 2 and one line."""
@@ -154,9 +143,8 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
     )
     options = parser.parse_args(argv)
     if options.score is None:
-        options.score = (
-            "norm_accumulator" if options.block == (1, ROW) and options.norm == "L2" else "norm"
-        )
+        is_l2_of_rows = (options.block, options.norm) == ((1, ROW), "L2")
+        options.score = "norm_accumulator" if is_l2_of_rows else "norm"
     if options.score != "norm" and options.norm != "L2":
         parser.error(f"argument --norm: {options.norm} is for --score norm")
     if options.level is None:
@@ -187,19 +175,15 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         )
     if options.data is not None and not options.data.is_file():
         parser.error(f"argument --data: no such file: {options.data}")
-    if options.run_dir is None:
-        started_at = time.strftime("dlrm-%Y%m%d-%H%M%S")
-        options.run_dir = (
-            Path("runs", started_at) if options.checkpoint is None else options.checkpoint / "run"
-        )
-    for held in (
-        ()
-        if options.checkpoint is not None
-        else (options.run_dir / RUN, *sorted(options.run_dir.glob(f"*/{RUN}")))
-    ):
-        if held.exists():
+    # With checkpoints, a job that is started again continues its logs.
+    if options.checkpoint is not None:
+        options.run_dir = options.run_dir or options.checkpoint / "run"
+        return options
+    options.run_dir = options.run_dir or Path("runs", time.strftime("dlrm-%Y%m%d-%H%M%S"))
+    for log in (options.run_dir / RUN, *sorted(options.run_dir.glob(f"*/{RUN}"))):
+        if log.exists():
             parser.error(
-                f"argument --run-dir: {held.parent} holds the log of a run: choose another folder"
+                f"argument --run-dir: {log.parent} holds the log of a run: choose another folder"
             )
     return options
 
@@ -207,11 +191,9 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
 def started_world() -> int | None:
     """Return the number of processes that torchrun started, or None if it did not start this
     one."""
-    return (
-        int(os.environ["WORLD_SIZE"])
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ
-        else None
-    )
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return int(os.environ["WORLD_SIZE"])
+    return None
 
 
 def as_positive(text: str) -> int:

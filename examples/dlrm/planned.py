@@ -23,8 +23,6 @@ from dlrm.model import DIM, build, sharding_of
 from dlrm.predictions import Predictions
 from dlrm.process import quiet
 
-__all__ = ["measured", "trained_model"]
-
 _BATCH_SIZE = 128
 
 Evaluate = Callable[[nn.Module], dict[str, float]]

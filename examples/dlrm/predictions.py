@@ -10,8 +10,6 @@ from torch import Tensor
 from torchrec.metrics.auc import compute_auc
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
-__all__ = ["Predictions"]
-
 _ETA = 1e-12
 
 

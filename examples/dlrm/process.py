@@ -17,8 +17,6 @@ import torch.distributed as dist
 from dlrm.batches import DataError
 from dlrm.options import started_world
 
-__all__ = ["quiet", "run_and_leave"]
-
 _TIMEOUT = timedelta(minutes=5)
 
 

@@ -9,8 +9,6 @@ from dist_sparse.text import count, percent, table_lines
 from dlrm.served import Served
 from dlrm.train import Result, TableRow
 
-__all__ = ["overhead", "runs_table", "served_table", "tables_table"]
-
 
 def tables_table(tables: Sequence[TableRow]) -> str:
     """Return one line per table of the sparsified run; dashes for a table that was left dense."""
@@ -26,19 +24,12 @@ def tables_table(tables: Sequence[TableRow]) -> str:
     )
     lines = []
     for table in tables:
-        dense = table.blocks == 0
-        lines.append(
-            (
-                table.name,
-                f"{table.shape[0]} x {table.shape[1]}",
-                table.sharding,
-                "-" if dense else str(table.blocks),
-                "-" if dense else f"{table.target:.4f}",
-                "-" if dense else f"{table.removed_blocks / table.blocks:.4f}",
-                str(table.mask_bytes),
-                str(table.kept_bytes),
-            )
-        )
+        sparsity = ["-", "-", "-"]
+        if table.blocks:
+            share = table.removed_blocks / table.blocks
+            sparsity = [str(table.blocks), f"{table.target:.4f}", f"{share:.4f}"]
+        name = [table.name, f"{table.shape[0]} x {table.shape[1]}", table.sharding]
+        lines.append([*name, *sparsity, str(table.mask_bytes), str(table.kept_bytes)])
     return "\n".join(table_lines(head, lines, right=(1, 3, 4, 5, 6, 7)))
 
 
@@ -55,10 +46,11 @@ def served_table(served: Sequence[Served]) -> str:
     dense = served[0]
     head = ("artifact", "dtype", "bytes", "of dense", "AUC", "delta")
     lines = []
-    for a in (dense, *(one for one in served if one.dtype == "int4")):
-        share = f"{a.file_bytes / dense.file_bytes:.1%}"
-        delta = "" if a is dense else f"{a.auc - dense.auc:+.4f}"
-        lines.append((a.run, a.dtype, f"{a.file_bytes:,}", share, f"{a.auc:.4f}", delta))
+    for artifact in (dense, *(one for one in served if one.dtype == "int4")):
+        share = f"{artifact.file_bytes / dense.file_bytes:.1%}"
+        delta = "" if artifact is dense else f"{artifact.auc - dense.auc:+.4f}"
+        size = f"{artifact.file_bytes:,}"
+        lines.append((artifact.run, artifact.dtype, size, share, f"{artifact.auc:.4f}", delta))
     return "\n".join(table_lines(head, lines, right=(2, 3, 4, 5)))
 
 

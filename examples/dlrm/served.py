@@ -25,8 +25,6 @@ from dlrm.batches import Dataset
 from dlrm.model import ShardedModel
 from dlrm.predictions import Predictions
 
-__all__ = ["DTYPES", "Artifacts", "Served", "export", "serve"]
-
 DTYPES: tuple[Dtype, ...] = ("fp32", "int8", "int4")
 
 _SERVE = Path(__file__).with_name("serve.py")

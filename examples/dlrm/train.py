@@ -11,7 +11,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from dist_sparse import (
     ROW,
     Checkpoints,
     CubicDataScheduler,
+    DataNormSparsifier,
     ImportanceSparsifier,
     MaskEnforcer,
     sparsify,
@@ -38,19 +39,6 @@ from dlrm.model import DIM, ShardedModel, build
 from dlrm.notes import Notes
 from dlrm.predictions import Predictions
 from dlrm.served import Artifacts, export
-
-__all__ = [
-    "Result",
-    "Saving",
-    "Settings",
-    "Sparsification",
-    "Sparsity",
-    "TableRow",
-    "epochs",
-    "large_tables",
-    "run",
-    "train_steps",
-]
 
 _MIN_ROWS = 256
 """Tables with fewer rows stay dense, unless levels are given by table: they save almost nothing."""
@@ -91,18 +79,18 @@ class Sparsity:
     score: Score = "norm"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TableRow:
     """The state of one table; ``blocks`` is 0 if it was left dense."""
 
     name: str
     shape: tuple[int, int]
     sharding: str
-    blocks: int
-    removed_blocks: int
-    target: float
-    mask_bytes: int
     kept_bytes: int
+    blocks: int = 0
+    removed_blocks: int = 0
+    target: float = 0.0
+    mask_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,24 +119,26 @@ class Sparsification:
     it at every step."""
 
     def __init__(self, sharded: ShardedModel, sparsity: Sparsity, steps: int) -> None:
-        tables, level = sharded.tables, sparsity.level
+        tables = sharded.tables
+        level = sparsity.level
         if isinstance(level, dict):
-            chosen = list(level)
+            names = list(level)
             if unknown := sorted(level.keys() - tables.keys()):
                 raise DataError(
                     f"There is no table {', '.join(unknown)}; there are {', '.join(tables)}."
                 )
         else:
-            chosen = large_tables(sharded)
+            names = large_tables(sharded)
         self.sparsifier = ImportanceSparsifier(
             sparsity_level=0.0,
             sparse_block_shape=sparsity.block,
             norm=sparsity.norm,
             score=sparsity.score,
         )
-        fused = all(sharded.sharding[name] != "data_parallel" for name in chosen)
-        self.sparsifier.counts_lookups |= fused  # for the report; only "frequency" scores by them
-        self.sparsifier.add_model(sharded.model, include=chosen)
+        # The report shows lookups, and only tables with a fused optimizer count them.
+        fused = all(sharded.sharding[name] != "data_parallel" for name in names)
+        self.sparsifier.counts_lookups |= fused
+        self.sparsifier.add_model(sharded.model, include=names)
         begin = int(steps * _BEGIN)
         end = max(int(steps * _END), begin + 1)
         self.scheduler = CubicDataScheduler(
@@ -206,20 +196,19 @@ class Sparsification:
         stats = {table.name: table for table in self.sparsifier.table_stats()}
         rows = []
         for name, (height, width) in sharded.tables.items():
-            table = stats.get(name)
             dense_bytes = height * width * torch.float32.itemsize
-            rows.append(
-                TableRow(
-                    name=name,
-                    shape=(height, width),
-                    sharding=sharded.sharding[name],
-                    blocks=table.blocks if table else 0,
-                    removed_blocks=table.removed_blocks if table else 0,
-                    target=table.target if table else 0.0,
-                    mask_bytes=table.mask_bytes if table else 0,
-                    kept_bytes=table.kept_bytes if table else dense_bytes,
+            row = TableRow(name, (height, width), sharded.sharding[name], dense_bytes)
+            if name in stats:
+                table = stats[name]
+                row = replace(
+                    row,
+                    blocks=table.blocks,
+                    removed_blocks=table.removed_blocks,
+                    target=table.target,
+                    mask_bytes=table.mask_bytes,
+                    kept_bytes=table.kept_bytes,
                 )
-            )
+            rows.append(row)
         return rows
 
 
@@ -269,9 +258,14 @@ def run(
         dim=settings.dim,
     )
     steps = settings.epochs * steps_per_pass(len(dataset.train), settings.batch_size)
-    sparsification = None if sparsity is None else Sparsification(sharded, sparsity, steps)
-    saving = None if checkpoints is None else Saving(checkpoints, sharded, sparsification)
-    start = 0 if saving is None else saving.resume()
+    sparsification = sparsifier = enforcer = None
+    if sparsity is not None:
+        sparsification = Sparsification(sharded, sparsity, steps)
+        sparsifier, enforcer = sparsification.sparsifier, sparsification.enforcer
+    saving, start = None, 0
+    if checkpoints is not None:
+        saving = Saving(checkpoints, sharded, sparsification)
+        start = saving.resume()
     pipeline: Pipeline = TrainPipelineSparseDist(
         sharded.model, sharded.optimizer, torch.device("cpu")
     )
@@ -283,11 +277,14 @@ def run(
         **asdict(settings),
         "sparsity": sparsity and asdict(sparsity),
     }
-    sparsified = (
-        () if sparsification is None else (sparsification.sparsifier, sparsification.enforcer)
-    )
     notes = Notes(
-        folder, name, sharded.model, config, *sparsified, start=None if saving is None else start
+        folder,
+        name,
+        sharded.model,
+        config,
+        sparsifier,
+        enforcer,
+        start=start if saving else None,
     )
     sharded.model.train()
     # The position in the data counts trained batches; the pipeline has drawn two more.
@@ -307,22 +304,20 @@ def run(
     predictions = _test(pipeline, dataset, settings)
     auc, ne = predictions.auc, predictions.ne
 
-    tables = [] if sparsification is None else sparsification.tables(sharded)
-    removed = 0 if sparsification is None else sparsification.check_zeros(sharded)
+    tables, removed, table_bytes = [], 0, sharded.table_bytes
+    if sparsification is not None:
+        tables = sparsification.tables(sharded)
+        removed = sparsification.check_zeros(sharded)
+        table_bytes = sum(table.kept_bytes for table in tables)
     pipeline.detach()
-    if saving is not None and settings.rank == 0:
-        # Left by a run that was killed after its export.
-        shutil.rmtree(folder / "served", ignore_errors=True)
-    sparsifier = None if sparsification is None else sparsification.sparsifier
-    export(sharded, sparsifier, dataset, len(predictions.logits), folder / "served")
-    table_bytes = sum(table.kept_bytes for table in tables) if tables else sharded.table_bytes
-    notes.close(
-        test_auc=auc, test_ne=ne, **({} if ms_per_step is None else {"ms_per_step": ms_per_step})
+    artifacts = _export(
+        name, folder, sharded, sparsifier, dataset, settings, predictions, saving is not None
     )
+    notes.close(test_auc=auc, test_ne=ne, ms_per_step=ms_per_step)
     without = None
     if untouched is not None:
         # A resumed job may have this log already: continue it.
-        begin = None if saving is None else 0
+        begin = 0 if saving else None
         without = _without_untouched(sharded, dataset, settings, config, untouched, begin)
     return Result(
         name=name,
@@ -333,9 +328,27 @@ def run(
         ms_per_step=ms_per_step,
         removed=removed,
         tables=tables,
-        artifacts=Artifacts(run=name, folder=folder / "served", trained=predictions),
+        artifacts=artifacts,
         untouched=without,
     )
+
+
+def _export(
+    name: str,
+    folder: Path,
+    sharded: ShardedModel,
+    sparsifier: DataNormSparsifier | None,
+    dataset: Dataset,
+    settings: Settings,
+    predictions: Predictions,
+    resumed: bool,
+) -> Artifacts:
+    """Export the model to ``folder/served``. Collective."""
+    if resumed and settings.rank == 0:
+        # Left by a run that was killed after its export.
+        shutil.rmtree(folder / "served", ignore_errors=True)
+    export(sharded, sparsifier, dataset, len(predictions.logits), folder / "served")
+    return Artifacts(run=name, folder=folder / "served", trained=predictions)
 
 
 def _without_untouched(
@@ -371,11 +384,9 @@ def _without_untouched(
         predictions = _test(pipeline, dataset, settings)
         pipeline.detach()
         notes.close(test_auc=predictions.auc, test_ne=predictions.ne)
-        if start is not None and settings.rank == 0:
-            # Left by a run that was killed after its export.
-            shutil.rmtree(folder / "served", ignore_errors=True)
-        export(sharded, sparse.sparsifier, dataset, len(predictions.logits), folder / "served")
-    return Artifacts(run=name, folder=folder / "served", trained=predictions)
+        resumed = start is not None
+        sparsifier = sparse.sparsifier
+        return _export(name, folder, sharded, sparsifier, dataset, settings, predictions, resumed)
 
 
 def large_tables(sharded: ShardedModel) -> list[str]:
@@ -463,14 +474,15 @@ def _test(pipeline: Pipeline, dataset: Dataset, settings: Settings) -> Predictio
         rank=settings.rank,
         world=settings.world,
     )
-    seen = []
+    outputs = []
     with torch.no_grad():
         for _ in range(steps_per_pass(len(dataset.test), settings.batch_size)):
             _, logits, labels = pipeline.progress(examples)
-            seen.append(torch.stack([logits, labels]))
-    mine = torch.stack(seen)  # (steps, 2, examples of a rank): the same shape on every rank
-    parts = [torch.empty_like(mine) for _ in range(settings.world)]
-    dist.all_gather(parts, mine)
+            outputs.append(torch.stack([logits, labels]))
+    # (steps, 2, examples of a rank): the same shape on every rank.
+    local = torch.stack(outputs)
+    parts = [torch.empty_like(local) for _ in range(settings.world)]
+    dist.all_gather(parts, local)
     logits, labels = torch.cat(parts, dim=2).unbind(1)
     return Predictions(logits.flatten(), labels.flatten())
 
