@@ -121,20 +121,25 @@ class EmbeddingSite(_Site):
     has_one_width: ClassVar = False
 
     @property
+    def _weight(self) -> nn.Parameter:
+        # get_parameter(), because reading ``weight`` of a compact table raises.
+        weight: nn.Parameter = self.module.get_parameter("weight")
+        return weight
+
+    @property
     def padding_id(self) -> int | None:
         """The id that lookups treat as padding."""
         return padding_id_of(self.module)
 
     def used_rows(self) -> dict[str, Tensor]:
-        return {"": torch.ones(len(self.module.get_parameter("weight")), dtype=torch.bool)}
+        return {"": torch.ones(len(self._weight), dtype=torch.bool)}
 
     def indexes(self) -> dict[str, RowIndex]:
         return {"": self.module.index} if isinstance(self.module, CompactTable) else {}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that plain optimizers step, by table."""
-        # get_parameter(), because reading ``weight`` of a compact table raises.
-        return {"": self.module.get_parameter("weight")}
+        return {"": self._weight}
 
     def refusal(self, model: nn.Module, narrowed: bool) -> str | None:
         """Return why it can't be compacted, or made narrower; None if it can. The label of the site
@@ -157,7 +162,7 @@ class EmbeddingSite(_Site):
         """Return an embedding with fewer columns, or with fewer rows; its weights are
         uninitialized."""
         old = self.module
-        weight = self.module.get_parameter("weight").data
+        weight = self._weight.data
         if widths:
             # A table that loses columns keeps all rows, so ids stay row numbers.
             return self._table(type(old), len(weight), widths[""])
@@ -178,15 +183,14 @@ class EmbeddingSite(_Site):
 
     def _table(self, kind: Any, rows: int, columns: int) -> nn.Module:
         """Return an uninitialized table of another shape, in which ids are row numbers."""
-        weight = self.module.get_parameter("weight")
         table: nn.Module = kind(
             rows,
             columns,
             **lookup_options(self.module),
             padding_idx=self.padding_id,
-            _weight=weight.new_empty(rows, columns),
+            _weight=self._weight.new_empty(rows, columns),
         )
-        return table.requires_grad_(weight.requires_grad).train(self.module.training)
+        return table.requires_grad_(self._weight.requires_grad).train(self.module.training)
 
 
 class CollectionSite(_Site):

@@ -354,7 +354,6 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
     left = torch.tensor(slots, dtype=torch.int64)
     # The bits known so far of each table's last winning key.
     prefix = torch.zeros(len(keys), dtype=torch.int64)
-    all_win = torch.zeros(len(keys), dtype=torch.bool)
     for shift in (2 * _BITS, _BITS, 0):
         histograms = [
             _histogram(table_keys, shift, int(bits))
@@ -363,9 +362,8 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
         counts = group.all_reduce(torch.stack(histograms))
         # Keys in each bucket or above: descending along the buckets.
         from_here = counts.flip(1).cumsum(1).flip(1)
-        if shift == 2 * _BITS:
-            # Fewer ids than slots: there is no last winning key to find.
-            all_win = from_here[:, 0] <= left
+        # With fewer ids than slots all win, so the smallest key is the last winning one.
+        left = torch.minimum(left, from_here[:, 0])
         bucket = ((from_here >= left[:, None]).sum(1) - 1).clamp(min=0)
         above = (from_here - counts).gather(1, bucket[:, None]).squeeze(1)
         left -= above
@@ -378,7 +376,7 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
     winners = []
     for number, flags in enumerate(tied):
         first = flags & (flags.cumsum(0) <= left[number])
-        winners.append((keys[number] > prefix[number]) | first | all_win[number])
+        winners.append((keys[number] > prefix[number]) | first)
     return winners
 
 

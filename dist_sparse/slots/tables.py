@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -67,7 +66,7 @@ class _Table:
     protected: Tensor
     candidates: int
     totals: Tensor
-    new: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.int64))
+    new: Tensor
 
     @property
     def ids(self) -> FollowingIds:
@@ -505,6 +504,7 @@ def _find_tables(
                 protected=_distinct_protected(name, index, protect_ids.get(name, ())),
                 candidates=most,
                 totals=torch.zeros(4, dtype=torch.int64),
+                new=torch.zeros(0, dtype=torch.int64),
             )
     unknown = sorted(set(protect_ids) - set(found))
     rules = {
