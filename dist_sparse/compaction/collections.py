@@ -180,7 +180,7 @@ class CompactIds(nn.Module):
     def _map(self, table: str) -> Tensor:
         """Return the row of every id of a small table, as :meth:`rows` does."""
         index: Any = self.indexes[table]
-        state, held = index.state, self._maps.get(table)
+        state, held = index.words, self._maps.get(table)
         # A load writes into the tensor, moving the module replaces it.
         if held is None or held.state is not state or held.version != state._version:
             ids = torch.arange(index.rows, device=state.device)

@@ -102,13 +102,14 @@ def compact(
         choice("removed", removed, ("zero", "default_row"))
         default_row = removed == "default_row"
         sparsifier = sparsifier_of(sparse)
-        if names := sparsifier.masks.plain.names:
+        masks = sparsifier.masks
+        if names := masks.plain.names:
             raise ValueError(f"Plain data can't be compacted: {names} are no tables of a model.")
         if optimizer is None:
             # An attached enforcer knows the optimizers.
-            optimizer = getattr(sparsifier.masks.enforcer, "optimizers", None)
+            optimizer = getattr(masks.enforcer, "optimizers", None)
         rebuild = rebuild_of(model, "compact", optimizer, plan, world)
-        facts.update(rebuild.facts, removed=removed, tables=sparsifier.masks.tables.names)
+        facts.update(rebuild.facts, removed=removed, tables=masks.tables.names)
         if isinstance(sparse, SparseTraining):
             # Not in detach() below: where warnings are errors, this raises before any change.
             sparse.warn_of_early_end()
@@ -117,7 +118,7 @@ def compact(
         kept = kept_rows(sparsifier)
     with world.agreeing("compact()"):
         # Widths are rounded up to a multiple of 4, so removed columns may stay: they must be zeros.
-        sparsifier.masks.hooks.settle()
+        masks.hooks.settle()
         losing = {name for name, table in stats.items() if table.removed_blocks}
         if not losing:
             raise ValueError("Nothing is removed yet, so there is nothing to compact.")
@@ -233,13 +234,14 @@ def _refuse_partial_rows(data: ShardedData, block: Block) -> None:
 
 def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
     """Detach the enforcer and unregister all tables from the sparsifier."""
+    masks = sparsifier.masks
     if isinstance(sparse, SparseTraining):
         sparse.detach()
     # Without a SparseTraining, the user may have attached an enforcer.
-    if isinstance(sparsifier.masks.enforcer, MaskEnforcer):
-        sparsifier.masks.enforcer.detach()
-    for name in sparsifier.masks.tables.names:
-        sparsifier.masks.tables.drop(name)
+    if isinstance(masks.enforcer, MaskEnforcer):
+        masks.enforcer.detach()
+    for name in masks.tables.names:
+        masks.tables.drop(name)
         del sparsifier.data_groups[name]
 
 

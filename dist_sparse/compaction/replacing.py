@@ -52,7 +52,7 @@ from dist_sparse.tables.protocols import Collection, Replacement, TorchRecPort
 Kept = Mapping[str, Tensor]
 
 # Looked up by exact class: the forward of a subclass may do more.
-_COMPACT: dict[type[nn.Module], type[CompactEmbedding] | type[CompactEmbeddingBag]] = {
+_COMPACT: Mapping[Any, Callable[..., nn.Module]] = {
     nn.Embedding: CompactEmbedding,
     CompactEmbedding: CompactEmbedding,
     nn.EmbeddingBag: CompactEmbeddingBag,

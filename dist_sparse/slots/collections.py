@@ -49,12 +49,6 @@ MOST_IDS = 2**62
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 
 
-def _swap_reserved(ids: Tensor) -> Tensor:
-    """Return reservations for ids, or the ids of reservations: -2 for 0, -3 for 1, and so on. The
-    function is its own inverse."""
-    return -2 - ids
-
-
 class _Buckets(NamedTuple):
     """A hash table of the held slots, keyed by the ids that hold them.
 
@@ -177,13 +171,14 @@ class SlotIndex(nn.Module):
         :meth:`admit`."""
         self.id_of_slot[self(leaving).long()] = VACANT
         [free] = (self.id_of_slot == VACANT).nonzero(as_tuple=True)
-        self.id_of_slot[free[: len(coming)]] = _swap_reserved(coming).to(self.id_of_slot.dtype)
+        self.id_of_slot[free[: len(coming)]] = (-2 - coming).to(self.id_of_slot.dtype)
 
     def admit(self) -> tuple[Tensor, Tensor]:
         """Turn reservations into holders; return the new holders and their slots, both int64
         ``(n,)``."""
         [slots] = (self.id_of_slot < VACANT).nonzero(as_tuple=True)
-        ids = _swap_reserved(self.id_of_slot[slots])
+        # A reservation is -2 - id, which is its own inverse.
+        ids = -2 - self.id_of_slot[slots]
         self.id_of_slot[slots] = ids
         return ids.long(), slots
 
@@ -288,14 +283,13 @@ class FollowingIds(CompactIds):
 
         Call it before ids are admitted: the fates are those of the current index, and the recorded
         batches were translated before."""
-        batches = self._batches
-        self._batches = []
-        self._num_copied = 0
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-        for values, lengths in batches:
+        for values, lengths in self._batches:
             for table, ids in zip(self._tables, torch.split(values, lengths), strict=True):
                 if table in self.indexes:
                     parts[table].append(ids)
+        self._batches = []
+        self._num_copied = 0
         for table, looked_up in parts.items():
             self._counted[table].append(self._count_distinct(table, torch.cat(looked_up)))
 

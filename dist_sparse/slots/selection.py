@@ -142,11 +142,12 @@ class LookupCounts:
     def saved(self, ids: int, group: Group) -> ChunkedTensor:
         """Return the counts for a state: one tensor of all ``ids`` of the table, of which each rank
         writes a part."""
-        size = len(self.counts)
+        counts = self.counts
         # With fewer ids than ranks, the last ranks own none and write nothing.
-        writes = [((self.first,), self.counts)] if size else []
-        wants = [((self.first,), (size,))] if size else []
-        return ChunkedTensor((ids,), self.counts.dtype, writes, wants)
+        if not len(counts):
+            return ChunkedTensor((ids,), counts.dtype, [], [])
+        start = (self.first,)
+        return ChunkedTensor((ids,), counts.dtype, [(start, counts)], [(start, counts.shape)])
 
     def part(self, table: str, saved: Any) -> list[Tensor]:
         """Return the counts of the owned ids from a state, for :meth:`load`.
@@ -209,11 +210,11 @@ class CandidateCounts:
 
     def of(self, ids: Tensor) -> Tensor:
         """Return the counts of owned ids: int64 ``(n,)``."""
-        if not len(self.ids):
-            return torch.zeros(ids.shape, dtype=torch.int64)
-        # An id above all others is placed behind the last: it is compared with the last.
-        places = torch.searchsorted(self.ids, ids.long()).clamp_(max=len(self.ids) - 1)
-        return torch.where(self.ids[places] == ids, self.counts[places].long(), 0)
+        places = torch.searchsorted(self.ids, ids.long())
+        # An id above all candidates is placed behind the last one, where no id is.
+        candidates = nn.functional.pad(self.ids, (0, 1), value=VACANT)
+        counts = nn.functional.pad(self.counts, (0, 1)).long()
+        return torch.where(candidates[places] == ids, counts[places], 0)
 
     def looked_up(self, least: int) -> Tensor:
         """Return the ids whose count is at least ``least``: ascending, int64 ``(n,)``."""
@@ -321,9 +322,8 @@ def least_winning_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Gr
     padding = torch.tensor([PROTECTED])
     here = []
     for table_keys in keys:
-        least = torch.cat([table_keys, padding]).min()
-        here.append(torch.stack([torch.tensor(len(table_keys)), least]))
-    holders, coldest = group.all_gather(torch.stack(here)).unbind(2)
+        here.append([len(table_keys), int(torch.cat([table_keys, padding]).min())])
+    holders, coldest = group.all_gather(torch.tensor(here)).unbind(2)
     # While a slot is free, any count wins it: 0. Otherwise more than the coldest holder's count is
     # needed, which is half its key: in a tie the holder keeps its slot.
     is_full = holders.sum(0) == torch.tensor(slots)

@@ -242,8 +242,8 @@ class FollowingTables:
             modules = model.modules()
             collections = [each for each in modules if isinstance(each, FollowingCollection)]
             protect_ids = {} if protect_ids is None else protect_ids
-            if not isinstance(protect_ids, Mapping):
-                raise ValueError(f"Invalid {protect_ids=}: must be ids by table, {{'item': [0]}}.")
+            message = f"Invalid {protect_ids=}: must be ids by table, such as {{'item': [0]}}."
+            checks.refuse({message: not isinstance(protect_ids, Mapping)})
             self._tables = _find_tables(collections, protect_ids, candidates, self._group)
             # Raises now for tables that write() could not initialize later.
             for table in self._tables:
@@ -480,14 +480,14 @@ def _find_tables(
     """Return the following tables of collections."""
     found: dict[str, _Table] = {}
     for collection in collections:
-        if not collection_of(collection.inner).is_sharded:
-            raise ValueError(
-                "The collection is not sharded yet: put the model under DistributedModelParallel"
-                " first."
-            )
+        is_sharded = collection_of(collection.inner).is_sharded
         for name, index in collection.following_ids.slots.items():
-            if name in found:
-                raise ValueError(f"Two following tables have the name {name!r}.")
+            rules = {
+                "The collection is not sharded yet: put the model under DistributedModelParallel"
+                " first.": not is_sharded,
+                f"Two following tables have the name {name!r}.": name in found,
+            }
+            checks.refuse(rules)
             block = -(-index.rows // group.size)
             starts = [min(rank * block, index.rows) for rank in range(group.size + 1)]
             counts: type[CandidateCounts | LookupCounts] = LookupCounts
@@ -507,11 +507,11 @@ def _find_tables(
                 new=torch.zeros(0, dtype=torch.int64),
             )
     unknown = sorted(set(protect_ids) - set(found))
-    rules = {
+    of_model = {
         "The model has no following tables: following() makes them.": not found,
         f"Invalid protect_ids: {unknown} are none of the tables {sorted(found)}.": unknown,
     }
-    checks.refuse(rules)
+    checks.refuse(of_model)
     return list(found.values())
 
 
