@@ -106,8 +106,8 @@ class Checkpoints:
         from dist_sparse.checkpoint.storage import Folders  # loads DCP, which torch itself does not
 
         self._folders = Folders(root)
-        # What save_async() writes, and the thread that does, which starts when it is first called.
-        self._writing = _nothing()
+        # The write that save_async() has begun. Its thread starts with the first one.
+        self._writing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     @property
@@ -181,9 +181,11 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until what :meth:`save_async` writes is a checkpoint; raise what it has raised."""
-        # Forgotten first: an error is raised once.
-        writing, self._writing = self._writing, _nothing()
-        writing.result()
+        writing = self._writing
+        # Before result(): an error is raised once.
+        self._writing = None
+        if writing is not None:
+            writing.result()
 
     def resume_latest(
         self,
@@ -353,13 +355,6 @@ class Checkpoints:
 
 # The modules that have random generators, by the kind of device.
 _RANDOM: dict[str, Any] = {"cpu": torch, "cuda": torch.cuda}
-
-
-def _nothing() -> Future[None]:
-    """A write that has ended."""
-    ended: Future[None] = Future()
-    ended.set_result(None)
-    return ended
 
 
 def _inner(model: nn.Module) -> nn.Module:

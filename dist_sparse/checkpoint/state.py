@@ -19,10 +19,9 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise, product
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -119,8 +118,7 @@ def _is_split(tree: object) -> TypeGuard[Mapping[str, object]]:
 # Optimizers
 
 
-@dataclass(frozen=True)
-class _Stepped:
+class _Stepped(NamedTuple):
     """A parameter, and the optimizer that holds its state."""
 
     owner: Any

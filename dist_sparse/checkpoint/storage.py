@@ -105,8 +105,9 @@ class Folders:
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
+        refuse({f"Invalid {root=}: must be a path.": not isinstance(root, (str, os.PathLike))})
         given = os.fspath(root)
-        # Pathlib makes one slash of two: it would be a folder of this machine.
+        # Pathlib makes one slash of two: the address would be a folder of this machine.
         is_path = re.match(r"[a-z][a-z0-9+]+:/(?!/)", given)
         invalid = f"Invalid root={given!r}: "
         refuse(
@@ -234,10 +235,11 @@ class Folders:
         """
         path = f"{self.path(step)}/{VALUES}"
         with _refusing(path), self.files.create_stream(path, "rb") as stream:
-            found = json.load(stream)
-            state, optimizer, extra = map(found.__getitem__, ("state", "optimizer", "extra"))
-            # What is no dict fails.
-            return {"state": {**state}, "optimizer": {**optimizer}, "extra": extra}
+            entries = json.load(stream)
+            # Unpacking fails for an entry that is no dict.
+            state = {**entries["state"]}
+            optimizer = {**entries["optimizer"]}
+            return {"state": state, "optimizer": optimizer, "extra": entries["extra"]}
 
     def save_tensors(
         self, step: int, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
@@ -309,7 +311,10 @@ class Folders:
                 if (type(key), type(saved)) != (str, dcp.TensorStorageMetadata):
                     raise ValueError(f"{key!r} is no tensor, and objects are not unpickled")
                 for chunk in saved.chunks:
-                    _refuse_outside(key, chunk, saved.size)
+                    spans = zip(chunk.offsets, chunk.sizes, saved.size, strict=True)
+                    if not all(0 <= at <= at + length <= most for at, length, most in spans):
+                        shape = tuple(saved.size)
+                        raise ValueError(f"a piece of {key!r} is not in its shape {shape}")
                     place = found.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
                     # A path that leads out of the folder is none of its files.
                     length, _ = marker.files.get(place.relative_path, (-1, 0))
@@ -436,12 +441,6 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             found[key] = tensor.detach().to("cpu", copy=True)
     return found
-
-
-def _refuse_outside(key: str, chunk: dcp.ChunkStorageMetadata, whole: torch.Size) -> None:
-    for start, length, most in zip(chunk.offsets, chunk.sizes, whole, strict=True):
-        if not 0 <= start <= start + length <= most:
-            raise ValueError(f"a piece of {key!r} is not in its shape {tuple(whole)}")
 
 
 def check_saved(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> None:

@@ -267,8 +267,7 @@ class IndexedCollection(CompactCollection):
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return the indexes of the tables that have removed rows."""
-        [ids] = self._translation
-        return ids.table_indexes()
+        return self._translation[0].table_indexes()
 
 
 class CompactEmbeddingBagCollection(IndexedCollection):

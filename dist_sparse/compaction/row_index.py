@@ -130,7 +130,7 @@ class RowIndex(nn.Module):
         self.register_buffer("counts", torch.empty_like(words))
         self.register_buffer("constants", _constants(), persistent=False)
         self.rows, self.default_row = rows, default_row
-        self.nbytes = self.words.nbytes + self.counts.nbytes
+        self.nbytes = 2 * words.nbytes
         self._count()
 
     def _count(self) -> None:
@@ -257,7 +257,7 @@ class RowIndexes(nn.Module):
         self.only_last = of_tables[0][0] if len(features) == len(tables) == 1 else -1
         of_features = torch.tensor([of_tables[table] for table in features]).view(-1, 3)
         self.register_buffer("of_features", of_features.T.contiguous())
-        self.nbytes = self.words.nbytes + self.counts.nbytes + self.of_features.nbytes
+        self.nbytes = 2 * self.words.nbytes + self.of_features.nbytes
 
     def tables(self) -> dict[int, RowIndex]:
         """Return a copy of each table's index, by the table's position; none of tables that keep

@@ -316,14 +316,8 @@ class FollowingIds(CompactIds):
         self.fates[table] += torch.tensor([len(ids), missed, 0, len(ids) - len(inside)])
         return found.cpu(), times.cpu()
 
-    @property
-    def _collection(self) -> Any:
-        [collection] = self.collection
-        return collection
-
     def _trains(self) -> bool:
-        training: bool = self._collection.training
-        return training and torch.is_grad_enabled()
+        return torch.is_grad_enabled() and bool(self.collection[0].training)
 
     def _rows_of(self, table: str, ids: Tensor) -> Tensor:
         # Never from a map of all ids, as in the base class: each update would rebuild it.
@@ -335,7 +329,7 @@ class FollowingIds(CompactIds):
     def _record_batch(
         self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
     ) -> None:
-        if not self._collection.pooled:
+        if not self.collection[0].pooled:
             # An update may change the index before the output of this batch is assembled.
             self._kept[features] = kept
         if not self._trains():

@@ -262,12 +262,13 @@ def _check_counts(
 ) -> None:
     """Refuse counts from a state that are not those of the owned ids."""
     lacks = f"Table {table!r}: the state has no counts of the ids [{owner.first}, {owner.last})."
-    rules = {
-        f"{lacks} Of other ranks, it must be loaded by torch.distributed.checkpoint.": not fits
-        or part.dtype != torch.int32,
-        f"Table {table!r}: the state has counts below 0.": (part < 0).any(),
-    }
-    refuse(rules)
+    fits = fits and part.dtype == torch.int32
+    refuse(
+        {
+            f"{lacks} Of other ranks, it must be loaded by torch.distributed.checkpoint.": not fits,
+            f"Table {table!r}: the state has counts below 0.": (part < 0).any(),
+        }
+    )
 
 
 # Communication
@@ -310,7 +311,7 @@ _BITS = 11
 _BUCKETS = 1 << _BITS
 
 
-def least_winning_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[int]:
+def admission_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[int]:
     """Return for each table the smallest count with which an id without a slot may win one.
     Collective: one all-gather.
 
