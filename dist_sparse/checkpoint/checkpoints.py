@@ -1,10 +1,10 @@
-"""Checkpoints of a training in one call: saved whole or not at all, verified before they are read,
-on any ranks.
+"""Checkpoints of a training in one call, saved completely or not at all, verified before they are
+read, for any number of ranks.
 
 Order of a save: collect on all ranks, write tensors through DCP, hash the files, write the marker,
-sweep old folders. Order of a resume: verify every byte, check that each entry has one owner, read
-masks, then weights and optimizer state. Whatever one rank can't do is raised on all of them before
-the marker is written, or before anything is read.
+delete old folders. Order of a resume: verify every byte, check that each entry has an owner, read
+masks, then weights and optimizer state. An error of one rank is raised on all ranks, before the
+marker is written or before anything is read.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
     from dist_sparse.checkpoint.storage import Entry
 
-    # What has masks and schedules, or several by name.
+    # An object with masks and schedules, or several by name.
     Sparse = Stateful | Mapping[str, Stateful] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """What :meth:`Checkpoints.resume_latest` has loaded.
+    """The result of :meth:`Checkpoints.resume_latest`.
 
     Args:
         step: of the checkpoint.
@@ -106,8 +106,8 @@ class Checkpoints:
         from dist_sparse.checkpoint.storage import Folders  # loads DCP, which torch itself does not
 
         self._folders = Folders(root)
-        # What save_async() writes, and the thread that does, which starts when it is first called.
-        self._writing = _nothing()
+        # The write that save_async() has begun. Its thread starts with the first one.
+        self._writing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     @property
@@ -152,7 +152,8 @@ class Checkpoints:
         if not self._due(step, force):
             return False
         state = self._collected(step, model, optimizer, sparse, extra)
-        # Not in _write: a thread runs that too, and warnings are filtered for all threads.
+        # Not in _write(): save_async() runs that in a thread, and filters of warnings are for all
+        # threads.
         with quiet():
             self._write(step, *state)
         return True
@@ -180,10 +181,12 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Wait until what :meth:`save_async` writes is a checkpoint; raise what it has raised."""
-        # Forgotten first: an error is raised once.
-        writing, self._writing = self._writing, _nothing()
-        writing.result()
+        """Wait until the write of :meth:`save_async` is complete; raise its error, if any."""
+        writing = self._writing
+        # Before result(): an error is raised once.
+        self._writing = None
+        if writing is not None:
+            writing.result()
 
     def resume_latest(
         self,
@@ -216,18 +219,18 @@ class Checkpoints:
             merge = checks.choice("row_wise_state", row_wise_state, kinds) == "merge"
             facts["root"] = self.root
             newest = self._folders.newest() if group.rank == 0 else None
-        # Rank 0 alone has listed the folder: listings of several ranks may differ.
+        # Only rank 0 lists the folder: on a shared file system, listings of ranks may differ.
         step = group.all_gather_json(newest)[0]
         return None if step is None else self._load(step, model, optimizer, sparse, merge)
 
     def _due(self, step: int, force: bool) -> bool:
-        # An invalid step of one rank is refused on all, in the agreement.
+        # An invalid step counts as due: the agreement in _collected() refuses it on all ranks.
         with contextlib.suppress(ValueError):
             return force or checks.integer("step", step, least=0) % self.every == 0
         return True
 
     def _group(self) -> Group:
-        """Of all ranks, apart from other messages: DCP sends through it, in a thread if need be."""
+        """The world as a group of its own: DCP may communicate in a thread beside the training."""
         return world_group(apart="checkpoints")
 
     @quiet()
@@ -240,7 +243,8 @@ class Checkpoints:
         extra: Json,
         staged: bool = False,
     ) -> tuple[Tensors, dict[str, Json], Json]:
-        """Return the tensors, values and optimizer of this rank, once the save before is done."""
+        """Wait for the previous save; return the tensors, values and optimizer state of this
+        rank."""
         from dist_sparse.checkpoint.storage import copied
 
         self.wait()
@@ -269,17 +273,17 @@ class Checkpoints:
         with group.agreeing("save()"):
             if group.rank == 0:
                 folders.prepare(step)
-        # No rank holds all parameters, and one file describes them all.
+        # Gathered, because no rank holds all parameters and one file describes them all.
         values["optimizer"] = gathered(group.all_gather_json(described))
         try:
             written = folders.save_tensors(step, tensors, group.process_group)
-            # This has waited until every rank wrote and hashed its files.
+            # The all-gather is also the barrier: now every rank has written and hashed its files.
             files: dict[str, Entry] = dict(ChainMap(*group.all_gather_json(written)))
             with group.agreeing("save()"):
                 if group.rank == 0:
                     folders.commit(step, group.size, files, values)
         except (OSError, ValueError):
-            # Raised on all ranks: none writes any longer.
+            # The error is raised on all ranks, so none is still writing.
             if group.rank == 0:
                 with contextlib.suppress(OSError):
                     folders.delete(step)
@@ -288,7 +292,7 @@ class Checkpoints:
             try:
                 folders.sweep(self.keep)
             except OSError as error:
-                # The new one is whole, and the next save sweeps again.
+                # The new checkpoint is complete, and the next save sweeps again.
                 warnings.warn(f"Old checkpoints can't be deleted: {error}.", stacklevel=2)
 
     @quiet()
@@ -300,7 +304,7 @@ class Checkpoints:
         group, folders = self._group(), self._folders
         with group.agreeing("resume_latest()"):
             marker = folders.read(step)
-            # Large files in turns over the ranks, and on all the ones that all read.
+            # Each rank verifies a share of the files, dealt by size, and those that all ranks read.
             largest = sorted(marker.files, key=lambda name: (-marker.files[name][0], name))
             folders.verify(marker, largest[group.rank :: group.size])
             metadata = folders.metadata(marker)
@@ -320,27 +324,27 @@ class Checkpoints:
             optimizers = OptimizerState(optimizer, model)
             saved = metadata.state_dict_metadata
             states, changes, merged = optimizers.prepare_load(saved, values["optimizer"], merge)
-            # On another number of ranks no state of a generator would fit.
+            # Generator states are by rank: they fit the same number of ranks only.
             random = _rng() if marker.world == group.size else {}
-            # A machine with another kind of device has other generators.
+            # A checkpoint from a machine without CUDA has no state of its generators.
             random = {key: random[key] for key in random.keys() & saved}
             rest = {**weights, **states, **random}
             tensors = {**masks, **rest}
             check_saved(metadata, tensors)
         _check_claimed(group, metadata, tensors)
-        # Masks first: what does not fit them is refused before a weight is read.
+        # Masks first: if they do not fit, no weight has been read yet.
         folders.load_tensors(step, metadata, masks, group.process_group)
         for key, part in parts.items():
             part.load_state_dict(filled(trees[key], key, values["state"]))
         folders.load_tensors(step, metadata, rest, group.process_group)
-        # Tensors were read in place; a model may hold Python values beside them.
+        # Tensors were read in place. load_state_dict() sets the model's Python values.
         tree.update(filled(tree, "model", values["state"]))
         model.load_state_dict(tree)
         for change in changes:
             change()
         for key, state in random.items():
             _RANDOM[key.split(".")[1]].set_rng_state(state)
-        # Each rank knows the tables that it holds.
+        # A rank reports merges of the tables that it holds only.
         merged = sorted(set().union(*group.all_gather_json(merged)))
         return Resumed(
             step=step,
@@ -353,13 +357,6 @@ class Checkpoints:
 
 # The modules that have random generators, by the kind of device.
 _RANDOM: dict[str, Any] = {"cpu": torch, "cuda": torch.cuda}
-
-
-def _nothing() -> Future[None]:
-    """A write that has ended."""
-    ended: Future[None] = Future()
-    ended.set_result(None)
-    return ended
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -401,9 +398,9 @@ def _rng() -> Tensors:
 
 
 def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
-    """Refuse saved tensors that no rank asks for. Collective."""
+    """Refuse saved tensors that no rank loads. Collective."""
     keys = sorted(metadata.state_dict_metadata)
-    # Generators of other ranks have no owner where there are fewer ranks.
+    # With fewer ranks than before, some generator states have no owner.
     claims = [key in tensors or key.startswith("rng.") for key in keys]
     mine = torch.tensor(claims, dtype=torch.int64)
     counts = group.all_reduce(mine).tolist()

@@ -1,14 +1,14 @@
-"""State of a training for a checkpoint: tensors for DCP, and JSON, by dotted keys.
+"""Training state for a checkpoint: tensors for DCP, and JSON values, by dotted keys.
 
-- Nested dicts of a ``state_dict()`` are split by path. A subtree without a tensor is one value;
-  empty ones are left out: a rank without a table has empty dicts where others have tensors.
-- State of optimizers (torch's, and TorchRec's keyed, fused and combined ones) is keyed by
+- Nested dicts of a ``state_dict()`` are split by path. A subtree without a tensor is one value.
+  Empty subtrees are left out: a rank without a table has empty dicts where others have tensors.
+- Optimizer state (torch's, and TorchRec's keyed, fused and combined optimizers) is keyed by
   parameter: tensors are ``optimizer.<parameter>.<name>``. Options of param groups (learning rates),
-  other values and the fused optimizers' count of steps are JSON, gathered from all ranks: not every
-  rank holds every parameter. A dense optimizer that has not stepped yet has no state: it gets the
-  saved one.
-- Row-wise Adagrad's sums have one name, whether its table is sharded or data-parallel; for other
-  column cuts see :func:`merging`.
+  other values and the step counts of fused optimizers are JSON, gathered from all ranks, because
+  not every rank holds every parameter. A dense optimizer that has not stepped yet has no state: it
+  gets the saved state.
+- The sums of row-wise Adagrad have one name, whether the table is sharded or data-parallel;
+  :func:`merging` converts them between column cuts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise, product
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-# Trees
+# Trees of nested dicts
 
 
 def split(trees: Mapping[str, object]) -> tuple[Tensors, dict[str, Json]]:
@@ -58,7 +57,7 @@ def split(trees: Mapping[str, object]) -> tuple[Tensors, dict[str, Json]]:
         trees: nested dicts, by the key that they start with.
 
     Raises:
-        ValueError: a value is none of JSON's, or two have the same key; names the key.
+        ValueError: a value can't be JSON, or two entries have one key; names the key.
     """
     tensors: Tensors = {}
     values: dict[str, Json] = {}
@@ -75,8 +74,8 @@ def split(trees: Mapping[str, object]) -> tuple[Tensors, dict[str, Json]]:
 
 
 def filled(tree: Any, key: str, values: Mapping[str, Json]) -> Any:
-    """Return ``tree`` with the values of :func:`split` in the places of its own; its tensors are
-    the same objects."""
+    """Return ``tree`` with its values replaced by those from :func:`split`; its tensors are the
+    same objects."""
     if _is_split(tree):
         return {name: filled(item, f"{key}.{name}", values) for name, item in tree.items()}
     # Tensors and empty trees were not saved as values, and stay.
@@ -84,13 +83,13 @@ def filled(tree: Any, key: str, values: Mapping[str, Json]) -> Any:
 
 
 def as_json(name: str, value: object) -> Json:
-    """Return ``value``, if it is what JSON gives back.
+    """Return ``value``, if JSON preserves it.
 
     Raises:
-        ValueError: it is not; names it.
+        ValueError: JSON does not; names it.
     """
     with suppress(TypeError, ValueError, RecursionError):
-        # Tuples and keys of numbers change on the way, and NaN is no JSON.
+        # JSON turns tuples into lists and number keys into strings, and has no NaN.
         if json.loads(json.dumps(value, allow_nan=False)) == value:
             return value
     raise ValueError(
@@ -103,14 +102,14 @@ def _leaves(tree: object, key: str) -> Iterator[tuple[str, object]]:
     if _is_split(tree):
         for name, item in tree.items():
             yield from _leaves(item, f"{key}.{name}")
-    # A container of nothing, or of such alone, has no leaves.
+    # Empty containers, however nested, have no leaves and are left out.
     elif tree_leaves(tree):
         yield key, tree
 
 
 def _is_split(tree: object) -> TypeGuard[Mapping[str, object]]:
-    """Whether it is a dict with a tensor somewhere in it."""
-    # Not by tree_leaves(), which takes mappings other than dicts for leaves.
+    """Whether ``tree`` is a mapping with a tensor somewhere in it."""
+    # Not tree_leaves(): to it, mappings other than dict are leaves.
     return isinstance(tree, Mapping) and any(
         isinstance(item, Tensor) or _is_split(item) for item in tree.values()
     )
@@ -119,43 +118,42 @@ def _is_split(tree: object) -> TypeGuard[Mapping[str, object]]:
 # Optimizers
 
 
-@dataclass(frozen=True)
-class _Stepped:
-    """A parameter, and the optimizer that keeps its state itself."""
+class _Stepped(NamedTuple):
+    """A parameter, and the optimizer that holds its state."""
 
     owner: Any
     param: Any
 
     @property
     def state(self) -> dict[str, Any]:
-        """Empty before the optimizer has stepped."""
+        """The parameter's state; empty before the optimizer's first step."""
         found: dict[str, Any] = self.owner.state.get(self.param, {})
         return found
 
 
 class OptimizerState:
-    """State of optimizers on this rank, as live tensors and JSON. Local.
+    """Optimizer state on this rank, as live tensors and JSON. Local.
 
     Args:
-        optimizer: one of torch or TorchRec, or a list of them; None is none.
-        model: whose names are the keys of the parameters that torch's optimizers step.
+        optimizer: one of torch or TorchRec, a list of them, or None.
+        model: its parameter names are the keys of parameters that torch's optimizers step.
 
     Attributes:
         tensors: by key.
 
     Raises:
-        ValueError: something is no such optimizer, or two step the same parameter.
+        ValueError: an object is no such optimizer, or two step the same parameter.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self.tensors: Tensors = {}
         self._scalars: dict[str, dict[str, Json]] = {}
-        # First columns of the cuts of row-wise state, in order, by the key of its tensor.
+        # The first column of each column cut of row-wise state, ascending, by the tensor's key.
         self._cuts: dict[str, list[int]] = {}
         self._params: dict[str, _Stepped] = {}
-        # Param groups that have parameters on this rank, with the keys of those.
+        # Param groups with parameters on this rank, and the keys of these parameters.
         self._groups: list[tuple[dict[str, Any], list[str]]] = []
-        # Optimizers whose steps FBGEMM counts, for Adam's bias correction.
+        # Fused optimizers: FBGEMM counts their steps, for Adam's bias correction.
         self._fused: list[Any] = []
         names = {id(param): name for name, param in model.named_parameters()}
         for prefix, owner in _owners(optimizer, ""):
@@ -179,30 +177,33 @@ class OptimizerState:
             if key in self._params:
                 raise ValueError(f"Invalid optimizer: two of them step {key!r}.")
             self._params[key] = _Stepped(owner, param)
-            self._note(key, param, self._params[key].state)
+            self._add_state(key, self._params[key])
             found.append(key)
-        # A rank without a table has fused optimizers of no parameters.
+        # On a rank without a shard, fused optimizers have no parameters.
         if found:
             self._groups.append((group, sorted(found)))
 
-    def _note(self, key: str, param: Any, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
+    def _add_state(self, key: str, stepped: _Stepped) -> None:
+        """Record a parameter's state: tensors by key, other values by parameter."""
+        for name, value in stepped.state.items():
             # Fused state is named <table>.<name>.
             path = f"{_PREFIX}{key}.{name.rpartition('.')[2]}"
-            # The fused Adagrad has no count of steps: as a value it may be missing on either side.
-            is_adagrad_step = name == "step" and "sum" in state
-            if name == "sum" and _is_row_wise(value, param):
-                # As FBGEMM names and stores it.
+            # Torch's Adagrad counts steps, the fused one does not. As a value the count may be
+            # missing on either side, a tensor may not.
+            is_adagrad_step = name == "step" and "sum" in stepped.state
+            if name == "sum" and _is_row_wise(value, stepped.param):
+                # Under FBGEMM's name and in its shape, so that either optimizer loads it.
                 path = f"{_PREFIX}{key}.momentum1"
-                self.tensors[path], self._cuts[path] = value.view(-1), _UNCUT
+                self.tensors[path] = value.view(-1)
+                self._cuts[path] = _UNCUT
             elif isinstance(value, Tensor) and not is_adagrad_step:
                 self.tensors[path] = value
-                self._cuts |= _column_cuts(path, value, param)
+                self._cuts |= _column_cuts(path, value, stepped.param)
             else:
                 self._scalars.setdefault(key, {})[name] = _plain(path, value)
 
     def described(self) -> Json:
-        """Return options and values of this rank; :func:`gathered` puts them together."""
+        """Return the options and values of this rank, for :func:`gathered`."""
         options: dict[str, Json] = {}
         for group, keys in self._groups:
             names = group.keys() - {"params", "param_names"}
@@ -220,24 +221,24 @@ class OptimizerState:
         self, tensors: Mapping[str, Any], saved: Json, merge: bool
     ) -> tuple[Tensors, list[Change], list[str]]:
         """Return the tensors to load into, functions that set everything else, and the keys of
-        row-wise state that they merge. Nothing is changed before they are called.
+        row-wise state that these functions merge. Nothing changes before they are called.
 
         Args:
-            tensors: what DCP's metadata says of each saved tensor, by key.
+            tensors: DCP's metadata of each saved tensor, by key.
             saved: from :func:`gathered`.
-            merge: whether row-wise state of a table that was cut into other columns is merged;
-                it is refused otherwise.
+            merge: whether to merge row-wise state of a table that was cut into other columns;
+                otherwise it is refused.
 
         Raises:
             ValueError: a parameter was not stepped when the checkpoint was saved, or by another
                 class of optimizer, or row-wise state is refused.
         """
         merged, changes = self._merged(tensors, saved["cuts"], merge)
-        fresh = self._fresh(tensors)
+        fresh = self._missing_state(tensors)
         changes += [partial(self._put, *_key_and_name(path), new) for path, new in fresh.items()]
         for key in self._params.keys() & saved["values"].keys():
             values = saved["values"][key]
-            # A parameter without any state gets all of it.
+            # A parameter without state gets all saved values, others only the values they have.
             names = values.keys() & (self._params[key].state or values).keys()
             changes += [partial(self._put, key, name, values[name]) for name in names]
         options: dict[str, Json] = {}
@@ -246,7 +247,7 @@ class OptimizerState:
         for group, keys in self._groups:
             first = self._common_options(group, keys, options)
             changes += [partial(_set, group, name, value) for name, value in first.items()]
-        # They live in the kernel and not in any state.
+        # FBGEMM's kernel holds the step count; it is in no state.
         steps = saved["fused_steps"] or 0
         changes += [partial(owner.set_optimizer_step, steps) for owner in self._fused]
         return self.tensors | fresh | merged, changes, list(merged)
@@ -254,14 +255,19 @@ class OptimizerState:
     def _common_options(
         self, group: dict[str, Any], keys: list[str], saved: Mapping[str, Json]
     ) -> dict[str, Json]:
-        """Saved options of a param group; one that it can't have is refused."""
+        """Return the saved options of a param group.
+
+        Raises:
+            ValueError: its parameters were saved with different options, or with one that this
+                optimizer does not have.
+        """
         if unsaved := sorted(set(keys) - saved.keys()):
             raise ValueError(
                 f"{unsaved[0]!r} was stepped by no optimizer when the checkpoint was saved."
             )
         first = saved[keys[0]]
         shared = group.keys() & first.keys()
-        # Fused optimizers have a learning rate alone.
+        # Fused optimizers have no option but the learning rate.
         is_fused = group.keys() <= {"params", "lr"}
         for key in keys:
             for name in sorted(shared & saved[key].keys()):
@@ -283,12 +289,12 @@ class OptimizerState:
     def _merged(
         self, tensors: Mapping[str, Any], cuts: Json, merge: bool
     ) -> tuple[Tensors, list[Change]]:
-        """Return what to load of row-wise state that was saved with other cuts, and how to merge
-        it."""
+        """Return the tensors to load for row-wise state that was saved with other cuts, and the
+        functions that merge them."""
         targets: Tensors = {}
         changes: list[Change] = []
         for path in sorted(self._cuts.keys() & tensors.keys()):
-            # It fits its saved size where the number of cuts is equal, and would be wrong still.
+            # Sizes do not tell: as many cuts at other columns have the same size.
             before, now = cuts.get(path, _UNCUT), self._cuts[path]
             if before == now:
                 continue
@@ -303,22 +309,21 @@ class OptimizerState:
             changes.append(change)
         return targets, changes
 
-    def _fresh(self, tensors: Mapping[str, Any]) -> Tensors:
-        """Tensors to load into, of parameters that have no state yet and had some when it was
-        saved."""
+    def _missing_state(self, tensors: Mapping[str, Any]) -> Tensors:
+        """Return tensors to load into, for parameters that have saved state and none here yet."""
         found: Tensors = {}
         for path, saved in tensors.items():
-            key, _ = _key_and_name(path)
-            if not path.startswith(_PREFIX) or key not in self._params or self._params[key].state:
+            stepped = self._params.get(_key_and_name(path)[0])
+            if not path.startswith(_PREFIX) or stepped is None or stepped.state:
                 continue
-            owner, param = self._params[key].owner, self._params[key].param
+            param = stepped.param
             dtype = saved.properties.dtype
             if saved.size == param.shape:
-                # Has the strides of the parameter, as in torch.
+                # With the strides of the parameter, as torch's optimizers create it.
                 found[path] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
                 continue
-            # Counts of steps stay on the CPU, unless a kernel reads them.
-            options = owner.param_groups[0]
+            # As torch does: step counts stay on the CPU, unless a kernel reads them.
+            options = stepped.owner.param_groups[0]
             reasons = (saved.size, options.get("capturable"), options.get("fused"))
             device = param.device if any(reasons) else "cpu"
             found[path] = torch.zeros(saved.size, dtype=dtype, device=device)
@@ -330,18 +335,18 @@ class OptimizerState:
 
 
 def gathered(described: Sequence[Json]) -> Json:
-    """Return the :meth:`OptimizerState.described` of all ranks as one."""
+    """Return the :meth:`OptimizerState.described` of all ranks, merged."""
     whole: Json = {"options": {}, "values": {}, "cuts": {}}
     for each, name in product(described, whole):
         whole[name] |= each[name]
-    # In order, so that the file depends on no sharding.
+    # Sorted, so that the file does not depend on the sharding.
     groups = [(options, [key]) for key, options in sorted(whole.pop("options").items())]
     steps = chain.from_iterable(each["fused_steps"] for each in described)
     return {**whole, "groups": groups, "fused_steps": max(steps, default=0)}
 
 
 def _owners(optimizer: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the optimizers that keep state themselves, each with the prefix of its keys."""
+    """Yield the optimizers that hold state, unwrapped, each with the prefix of its keys."""
     if isinstance(optimizer, (list, tuple)):
         for each in optimizer:
             yield from _owners(each, prefix)
@@ -362,23 +367,23 @@ def _dotted(prefix: str, key: str) -> str:
 
 
 def _key_and_name(path: str) -> tuple[str, str]:
-    """Return the key of the parameter, and the name of its state, in the key of a tensor."""
+    """Return the parameter's key and the name of its state, from the key of a tensor."""
     key, _, name = path.removeprefix(_PREFIX).rpartition(".")
     return key, name
 
 
 def _alike(ours: Json, theirs: Json) -> bool:
-    """Whether options are equal; FBGEMM has learning rates in float32."""
+    """Whether options are equal, up to float32: FBGEMM rounds learning rates to it."""
     if isinstance(ours, float) and isinstance(theirs, float):
         return math.isclose(ours, theirs, rel_tol=1e-6)
     return bool(ours == theirs)
 
 
 def _set(held: dict[str, Any], name: str, value: Any) -> None:
-    """Give an option or a value its saved one, in the type that it has."""
+    """Set an option or a value, in the type that it has now."""
     now = held.get(name)
     if isinstance(now, Tensor):
-        # A learning rate may be a tensor, which captured graphs hold.
+        # In place: a captured CUDA graph reads this very tensor.
         now.fill_(value)
     else:
         held[name] = tuple(value) if isinstance(now, tuple) else value
@@ -396,34 +401,34 @@ def _plain(what: str, value: Any) -> Json:
 
 
 def _is_row_wise(value: Tensor, param: Tensor) -> bool:
-    """Whether the sums of a table that is not sharded are one number a row."""
-    # A table of one column has sums of its own shape in any Adagrad.
+    """Whether the sums of an unsharded table are one number a row."""
+    # With one column, the sums of any Adagrad have the shape of the table: not row-wise.
     return value.shape == (*param.shape[:1], 1) != param.shape
 
 
 def _column_cuts(path: str, value: Tensor, param: Any) -> dict[str, list[int]]:
-    """Return the first columns of the cuts of a table, by the key of ``value``, if the table is
-    sharded and that has a number for each row of each cut; empty otherwise."""
+    """Return ``{path: first column of each cut}`` if ``param`` is sharded and ``value`` has a
+    number for each row of each cut; empty otherwise."""
     if not hasattr(param, "local_shards"):
         return {}
     shards = param.metadata().shards_metadata
     cuts = sorted({each.shard_offsets[1] for each in shards if 0 not in each.shard_sizes})
-    # TorchRec has state of one number for each shard, too.
+    # TorchRec also has state of one number for each shard.
     return {path: cuts} if value.size() == (len(cuts) * param.size(0),) else {}
 
 
 def merging(
     state: Any, shape: Sequence[int], before: Sequence[int], now: Sequence[int]
 ) -> tuple[ChunkedTensor, Change]:
-    """Return what this rank has to load of row-wise optimizer state that was saved with other
-    column cuts, and a function that merges it into the state here.
+    """Return a tensor to load row-wise optimizer state into that was saved with other column cuts,
+    and a function that merges it into ``state``.
 
     State of one number a row, such as row-wise Adagrad's, depends on the cuts: each column cut sums
-    its own gradients. TorchRec keeps it as a vector of ``cuts x rows`` numbers. Between other cuts
-    it can't be equal, and is **merged**: a cut takes the mean of the saved cuts that it overlaps,
-    weighted by the columns that they share, in float64 and in ascending order. That is what an
-    uncut row-wise Adagrad would have summed from the same gradients; a cut that is split hands its
-    sum to both parts.
+    its own gradients. TorchRec stores it as a vector of ``cuts x rows`` numbers. For other cuts it
+    can't be restored exactly, so it is **merged**: a cut takes the mean of the saved cuts that it
+    overlaps, weighted by the shared columns, in float64 and in ascending order. That is the sum of
+    an uncut row-wise Adagrad over the same gradients; if a saved cut is split, both parts take its
+    sum.
 
     Args:
         state: row-wise state of one table: sharded, or whole.
@@ -433,18 +438,18 @@ def merging(
     """
     rows, width = shape
     saved, cuts = list(pairwise([*before, width])), list(pairwise([*now, width]))
-    # What this rank holds, live, by offset.
+    # The live state of this rank: offset and tensor of each piece.
     pieces = [(0, state)]
     if hasattr(state, "local_shards"):
         pieces = [(each.metadata.shard_offsets[0], each.tensor) for each in state.local_shards()]
     wants: list[tuple[tuple[int], tuple[int]]] = []
-    # Numbers of this rank; the columns that they share with saved ones, by place in ``wants``.
+    # For each piece, the columns that it shares with saved cuts, by the cut's place in ``wants``.
     merges: list[tuple[Tensor, dict[int, int]]] = []
     for offset, numbers in pieces:
         # A rank without a part of the table has an empty shard.
         if not numbers.numel():
             continue
-        # Offsets count numbers of rows, cut after cut.
+        # The state is cut after cut, each with ``rows`` numbers.
         cut, row = divmod(offset, rows)
         shares = {}
         for number, (first, last) in enumerate(saved):
@@ -453,13 +458,13 @@ def merging(
                 shares[len(wants)] = columns
                 wants.append(((number * rows + row,), (numbers.numel(),)))
         merges.append((numbers, shares))
-    # The state as it was saved, of which this rank loads what its cuts overlap.
+    # It has the shape of the saved state; this rank loads only the parts in ``wants``.
     target = ChunkedTensor([len(saved) * rows], state.dtype, (), wants)
 
     def merge() -> None:
         assert target.loaded is not None
         for numbers, shares in merges:
-            # In ascending order of columns, so that all ranks get the same bits.
+            # In ascending order of columns, so that replicas get the same bits.
             total = torch.zeros(numbers.shape, dtype=torch.float64)
             for want, columns in shares.items():
                 total += columns * target.loaded[want].double()

@@ -1,18 +1,18 @@
-"""Folders of checkpoints on any of DCP's file systems: one a step, written once, whole from the
-moment it holds its marker.
+"""Checkpoint folders on any of DCP's file systems: one per step, written once, complete from the
+moment it has its marker.
 
-``step-<step>/`` holds what DCP has written, ``values.json`` and, written last and by a rename,
-``COMMITTED``: bytes and CRC32 of every other file, and of itself. A folder without it is what a
-save has left that was killed or failed. No folder is renamed and none is written twice: object
-stores know no rename of folders, and a mix of two saves would load.
+``step-<step>/`` has the files of DCP, ``values.json`` and, written last and by a rename, the marker
+``COMMITTED``: bytes and CRC32 of every other file, and its own CRC32. A folder without a marker was
+left by a save that was killed or failed. No folder is renamed, because object stores can't, and
+none is written twice, because a mix of two saves would load.
 
-One rank prepares, commits and sweeps; tensors alone are written and read by all, through DCP:
+One rank prepares, commits and sweeps. All ranks write and read tensors, through DCP:
 
-- Python values are JSON in a file beside them, so that no object is unpickled.
-- ``.metadata`` is a pickle, of a protocol that torch's weights_only unpickler can't read. So one
-  of our own reads it, which knows DCP's eight classes, and dtypes, sizes and layouts of torch. The
-  places in files that it lists are checked against the marker.
-- DCP compares no dtypes, nor whether the saved pieces cover a tensor: :func:`check_saved` does,
+- Python values are JSON in a file of their own, so that no object is unpickled.
+- ``.metadata`` is a pickle, of a protocol that torch's weights_only unpickler can't read. So a
+  restricted unpickler reads it, which allows DCP's eight classes, and dtypes, sizes and layouts of
+  torch. The file positions that it lists are checked against the marker.
+- DCP checks neither dtypes nor that the saved pieces cover a tensor: :func:`check_saved` does,
   before DCP reads.
 """
 
@@ -105,8 +105,9 @@ class Folders:
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
+        refuse({f"Invalid {root=}: must be a path.": not isinstance(root, (str, os.PathLike))})
         given = os.fspath(root)
-        # Pathlib makes one slash of two: it would be a folder of this machine.
+        # Pathlib makes one slash of two: the address would be a folder of this machine.
         is_path = re.match(r"[a-z][a-z0-9+]+:/(?!/)", given)
         invalid = f"Invalid root={given!r}: "
         refuse(
@@ -151,12 +152,12 @@ class Folders:
         return max(steps, default=None)
 
     def prepare(self, step: int) -> None:
-        """Make way for a checkpoint: delete what an unfinished save of the same step has left.
+        """Prepare for a save: delete the folder that an unfinished save of the same step has left.
 
         Raises:
             ValueError: the step or a later one is committed.
         """
-        # The first save makes the folder.
+        # The first save creates the folder.
         self.files.mkdir(self.root)
         last = max(self.steps(), default=-1)
         if last >= step:
@@ -173,7 +174,7 @@ class Folders:
         are on disk."""
         folder = self.path(step)
         written = self._write(f"{folder}/{VALUES}", json.dumps(values, allow_nan=False))
-        # The marker must not reach the disk before the files that it lists.
+        # Sync first: the marker must not reach the disk before the files that it lists.
         self._sync(folder)
         entries = {
             name: {"bytes": length, "crc32": hex_of(crc)}
@@ -194,10 +195,10 @@ class Folders:
         self._refuse_irregular(path)
         files: dict[str, Entry] = {}
         with _refusing(path), self.files.create_stream(path, "rb") as stream:
-            # A longer one is cut, and its CRC32 does not fit.
+            # A longer marker is cut here, so its CRC32 does not match.
             entries = unsealed(stream.read(_LONGEST).decode(), FORMAT, VERSION)
             for name, file in entries["files"].items():
-                # Names become paths: none may lead out of the folder.
+                # Names become paths: none may point out of the folder.
                 if not re.fullmatch(r"(?!\.\.)[A-Za-z0-9_.-]+", name):
                     raise ValueError(f"{name!r} is no name of a file")
                 files[name] = integer("bytes", file["bytes"], least=0), int(file["crc32"], 16)
@@ -234,10 +235,11 @@ class Folders:
         """
         path = f"{self.path(step)}/{VALUES}"
         with _refusing(path), self.files.create_stream(path, "rb") as stream:
-            found = json.load(stream)
-            state, optimizer, extra = map(found.__getitem__, ("state", "optimizer", "extra"))
-            # What is no dict fails.
-            return {"state": {**state}, "optimizer": {**optimizer}, "extra": extra}
+            entries = json.load(stream)
+            # Unpacking fails for an entry that is no dict.
+            state = {**entries["state"]}
+            optimizer = {**entries["optimizer"]}
+            return {"state": state, "optimizer": optimizer, "extra": entries["extra"]}
 
     def save_tensors(
         self, step: int, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
@@ -259,8 +261,8 @@ class Folders:
         # Keys are flat already.
         by = default_planner.DefaultSavePlanner(flatten_state_dict=False)
         with _errors_of_ranks(f"Saving to {self.path(step)}"):
-            # What DCP's save() calls. That one warns in a process without ranks, and a thread can't
-            # silence it: filters of warnings belong to the process.
+            # Not DCP's save(), which calls this: it warns in a process without ranks, and a thread
+            # can't silence it, because filters of warnings belong to the process.
             _save_state_dict(dict(tensors), writer, group, no_dist=group is None, planner=by)
         return writer.written
 
@@ -309,7 +311,10 @@ class Folders:
                 if (type(key), type(saved)) != (str, dcp.TensorStorageMetadata):
                     raise ValueError(f"{key!r} is no tensor, and objects are not unpickled")
                 for chunk in saved.chunks:
-                    _refuse_outside(key, chunk, saved.size)
+                    spans = zip(chunk.offsets, chunk.sizes, saved.size, strict=True)
+                    if not all(0 <= at <= at + length <= most for at, length, most in spans):
+                        shape = tuple(saved.size)
+                        raise ValueError(f"a piece of {key!r} is not in its shape {shape}")
                     place = found.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
                     # A path that leads out of the folder is none of its files.
                     length, _ = marker.files.get(place.relative_path, (-1, 0))
@@ -356,7 +361,7 @@ class Folders:
         return len(data), zlib.crc32(data)
 
     def _refuse_irregular(self, path: str) -> None:
-        # Before it is opened: a pipe would block, a device never end.
+        # Before it is opened: opening a pipe would block, reading a device would not end.
         if self.local and not stat.S_ISREG(os.lstat(path).st_mode):
             raise ValueError(
                 f"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a"
@@ -364,7 +369,7 @@ class Folders:
             )
 
     def _sync(self, path: str) -> None:
-        # Another machine syncs by itself.
+        # Object stores have no sync.
         if self.local:
             sync_folder(path)
 
@@ -409,7 +414,7 @@ def _refusing(path: str) -> Iterator[None]:
         yield
     except OSError:
         raise
-    # JSON and pickles of another shape fail in any way.
+    # A malformed JSON file or pickle may raise any exception.
     except Exception as error:
         why = f"an entry is missing or of another type: {error!r}"
         if isinstance(error, ValueError):
@@ -436,12 +441,6 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             found[key] = tensor.detach().to("cpu", copy=True)
     return found
-
-
-def _refuse_outside(key: str, chunk: dcp.ChunkStorageMetadata, whole: torch.Size) -> None:
-    for start, length, most in zip(chunk.offsets, chunk.sizes, whole, strict=True):
-        if not 0 <= start <= start + length <= most:
-            raise ValueError(f"a piece of {key!r} is not in its shape {tuple(whole)}")
 
 
 def check_saved(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> None:
@@ -485,7 +484,7 @@ class _Reader(filesystem.FileSystemReader):
     """Reader of a checkpoint whose metadata has been read and checked."""
 
     def __init__(self, folder: str, files: Any, metadata: dcp.Metadata) -> None:
-        # DCP makes a local file system of any folder: replaced by the one of the root.
+        # DCP's constructor creates a local file system: replace it by that of the root.
         super().__init__(folder)
         self.fs = files
         self.path = files.init_path(folder)
@@ -505,11 +504,11 @@ class _Writer(filesystem.FileSystemWriter):
         self.written: dict[str, Entry] = {}
 
     def storage_meta(self) -> dcp.StorageMeta:
-        # DCP's own holds a path of this machine.
+        # DCP's own would store a path of this machine.
         return dcp.StorageMeta()
 
     def write_data(self, plan: planner.SavePlan, by: planner.SavePlanner) -> Any:
-        # DCP writes one file on each rank, even of no tensors.
+        # DCP writes one file on each rank, even without tensors.
         with self._hashing(f"{plan.storage_data.prefix}0{filesystem.DEFAULT_SUFFIX}"):
             return super().write_data(plan, by)
 

@@ -1,9 +1,9 @@
-"""Collections of TorchRec that store kept rows only, behind the ids of the whole tables.
+"""TorchRec collections that store kept rows only, and take the ids of the whole tables.
 
-A collection of TorchRec's own, ``inner``, holds the kept rows: DistributedModelParallel, planners,
+A plain TorchRec collection, ``inner``, holds the kept rows: DistributedModelParallel, planners,
 fused optimizers and checkpoints treat it as any other. In front of it, :class:`CompactIds`
-translates ids to rows and drops those of removed rows, before the input distribution: they cost no
-message and no lookup. Results are those of tables with zero rows.
+translates ids to rows. It drops the ids of removed rows before the input distribution, so they cost
+no message and no lookup. Outputs equal those of whole tables in which removed rows are zero.
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ from dist_sparse.torchrec.port import reordered, row_shards
 
 _log = logging.getLogger(__name__)
 
-# Ids of a collection that have a map of 4 bytes an id, 16 MiB, small tables first. The rows of
-# larger tables are found from their bitmaps: a quarter of a byte an id, and many times slower.
+# So many ids of a collection, small tables first, have a map of 4 bytes an id: at most 16 MiB.
+# Larger tables use their bitmaps, a quarter of a byte an id: lookups are many times slower.
 MAPPED_ROWS = 1 << 22
 
 
 class CompactIds(nn.Module):
-    """Translate a KeyedJaggedTensor of ids into one of rows among the stored ones, without those
-    that have none.
+    """Translate a KeyedJaggedTensor of ids into one of stored rows, without the ids that have no
+    row.
 
-    A module of its own from KeyedJaggedTensor to KeyedJaggedTensor, so that
-    ``TrainPipelineSparseDist(pipeline_postproc=True)`` runs it ahead, with the input distribution.
+    It is a module of its own, so that ``TrainPipelineSparseDist(pipeline_postproc=True)`` runs it
+    ahead, with the input distribution.
 
-    An id out of range is dropped too, from tables that keep all rows as well: it reads and trains
-    no row. First it is what it was for the collection before: FBGEMM's ``bounds_check_mode`` of its
-    table raises a RuntimeError (FATAL), logs (WARNING) or says nothing (IGNORE); tables without a
-    fused optimizer raise.
+    Ids out of range are dropped too, also for tables that keep all rows: they read and train no
+    row. Before that, FBGEMM's ``bounds_check_mode`` of the table applies, as without compaction: it
+    raises a RuntimeError (FATAL), logs (WARNING) or ignores the id (IGNORE). Tables without a fused
+    optimizer raise.
 
     Args:
         tables: configurations of the whole tables.
-        indexes: by table, of those that do not keep a row for each id.
-        collection: the compact collection whose ids these are.
+        indexes: by table, of the tables that do not store a row for each id.
+        collection: the compact collection that these ids are looked up in.
 
     Attributes:
-        names: of what the collection returns, in the order of the tables; the keys of the result.
+        names: the output names of the collection, in the order of the tables; the keys of the
+            result.
         indexes: as given.
         collection: the compact collection, in a list.
     """
@@ -77,7 +78,7 @@ class CompactIds(nn.Module):
     ) -> None:
         super().__init__()
         self.names = list(chain.from_iterable(get_embedding_names_by_table(list(tables))))
-        # In a list: as a module it would be its own child.
+        # In a list, because a module attribute would make the collection its own descendant.
         self.collection = [collection]
         self._features = [*chain.from_iterable(table.feature_names for table in tables)]
         # The table of each feature.
@@ -85,7 +86,7 @@ class CompactIds(nn.Module):
         self._rows = {table.name: table.num_embeddings for table in tables}
         self.indexes = nn.ModuleDict(indexes)
         self._unknown = UnknownLookups(self._rows, self._tables)
-        # Small tables first: most lookups for the memory.
+        # Small tables first: more lookups for the same memory.
         small = sorted(indexes, key=self._rows.__getitem__)
         sums = list(accumulate(self._rows[name] for name in small))
         self._mapped = set(small[: bisect_right(sums, MAPPED_ROWS)])
@@ -93,37 +94,37 @@ class CompactIds(nn.Module):
 
     @property
     def unknown(self) -> dict[str, int]:
-        """How many lookups of each table this rank has dropped because their ids were out of
-        range."""
+        """Lookups of each table that this rank has dropped because their ids were out of range."""
         return dict(self._unknown.counts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the indexes, and of the maps that lookups have made of them."""
+        """Bytes of the indexes, and of the maps that lookups have built so far."""
         indexes: Iterable[Any] = self.indexes.values()
         maps = sum(each.rows.nbytes for each in self._maps.values())
         return sum([int(index.nbytes) for index in indexes], maps)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the rows of what is kept, under the keys :attr:`names`.
+        """Return the rows of the ids that have one, under the keys :attr:`names`.
 
         Raises:
-            RuntimeError: an id is out of range, and its table is one that raises then; names table,
-                id and rows.
+            RuntimeError: an id is out of range, and its table raises then; names table, id and
+                rows.
         """
-        given, features = features, self.ordered(features)
-        rows = self.rows(features)
-        # Rare, so that one comparison is all that it costs otherwise.
+        ordered = self.ordered(features)
+        rows = self.rows(ordered)
+        # Ids out of range are rare: without any, the check costs one minimum. UNKNOWN < REMOVED.
         if len(rows) and int(rows.min()) < REMOVED:
             flags = rows == UNKNOWN
-            self._report(self._unknown.add(features.values(), flags, features.length_per_key()))
-        kept, weights = rows >= 0, features.weights_or_none()
-        self._record_batch(given, features, kept)
-        # The operator of the enforcer's drop: one pass over ids and lengths.
-        rows, lengths = select_jagged(rows, features.lengths(), kept)
+            self._report(self._unknown.add(ordered.values(), flags, ordered.length_per_key()))
+        kept = rows >= 0
+        self._record_batch(features, ordered, kept)
+        # FBGEMM's operator filters ids and lengths in one pass.
+        rows, lengths = select_jagged(rows, ordered.lengths(), kept)
+        weights = ordered.weights_or_none()
         return KeyedJaggedTensor(
             keys=self.names,
-            values=rows.to(features.values().dtype),
+            values=rows.to(ordered.values().dtype),
             weights=None if weights is None else weights.masked_select(kept),
             lengths=lengths,
         )
@@ -135,8 +136,8 @@ class CompactIds(nn.Module):
         the order of :meth:`ordered`."""
 
     def ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the features of the collection in the order of its tables, one that two tables
-        share twice.
+        """Return the features of the collection in the order of its tables. A feature that two
+        tables share is there twice.
 
         Raises:
             ValueError: a feature is missing, or batch sizes differ between features.
@@ -150,21 +151,21 @@ class CompactIds(nn.Module):
         return reordered(features, self._features)
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
-        """Return the row of each id among the stored ones: int32 ``(n,)``. Where an id has none, it
-        is :data:`~dist_sparse.compaction.row_index.REMOVED`, or of an id out of range
-        :data:`~dist_sparse.compaction.row_index.UNKNOWN`."""
+        """Return the stored row of each id: int32 ``(n,)``.
+        :data:`~dist_sparse.compaction.row_index.REMOVED` for an id without a row,
+        :data:`~dist_sparse.compaction.row_index.UNKNOWN` for an id out of range."""
         parts = torch.split(ordered.values(), ordered.length_per_key())
         return torch.cat(list(map(self._rows_of, self._tables, parts)))
 
     def _rows_of(self, table: str, ids: Tensor) -> Tensor:
         if table in self._mapped and ids.device.type == "cpu":
             try:
-                # It looks at the range of every id, so that no pass of its own has to.
+                # On the CPU, index_select checks the range of every id: no pass for that here.
                 return self._map(table).index_select(0, ids)
             except IndexError:
-                # One is out of range.
+                # An id is out of range: mark it below.
                 pass
-        # Any id must read inside a map; those that clamping changed are marked at the end.
+        # Clamped ids read inside the map; the ids that clamping changed are marked at the end.
         found = inside = ids.clamp(0, self._rows[table] - 1)
         if table in self._mapped:
             found = self._map(table).index_select(0, inside)
@@ -173,27 +174,27 @@ class CompactIds(nn.Module):
         return torch.where(inside == ids, found.int(), UNKNOWN)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied tensor counts its versions from 0 again: maps of the old one would seem to fit.
+        # The version of a copied tensor starts at 0 again, so stale maps could pass as current.
         return {**self.__dict__, "_maps": {}}
 
     def _map(self, table: str) -> Tensor:
         """Return the row of every id of a small table, as :meth:`rows` does."""
         index: Any = self.indexes[table]
-        state, held = index.state, self._maps.get(table)
-        # Loading a state writes into the same tensor; moving the module replaces the tensor.
+        state, held = index.words, self._maps.get(table)
+        # A load writes into the tensor, moving the module replaces it.
         if held is None or held.state is not state or held.version != state._version:
             ids = torch.arange(index.rows, device=state.device)
             held = self._maps[table] = _Map(state, state._version, index(ids).int())
         return held.rows
 
     def kept(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return which ids of a batch that was translated have a row: bool ``(n,)``, in the order
-        of :meth:`ordered`."""
-        # Looked up again: what the input distribution sends can't carry it.
+        """Return which ids of a translated batch have a row: bool ``(n,)``, in the order of
+        :meth:`ordered`."""
+        # Looked up again, because the input distribution has no room for the flags.
         return self.rows(self.ordered(features)) >= 0
 
     def _report(self, unknown: Mapping[str, str]) -> None:
-        """Do for ids out of range what the collection did before it was compact."""
+        """Raise or log for ids out of range, as the collection did before it was compact."""
         modes = collection_of(self.collection[0].inner).bounds_checks()
         for table, lookups in unknown.items():
             mode = modes.get(table, "FATAL")
@@ -208,7 +209,7 @@ class CompactIds(nn.Module):
 
 
 class _Map(NamedTuple):
-    """The row of every id of a table, and the state of the index that they were made of."""
+    """The row of every id of a table, and the index state that it was built from."""
 
     state: Tensor
     version: int
@@ -216,20 +217,19 @@ class _Map(NamedTuple):
 
 
 class IndexedCollection(CompactCollection):
-    """A collection of TorchRec's, ``inner``, behind ``ids``.
+    """A TorchRec collection, ``inner``, that gets its input from ``ids``.
 
     Args:
         tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
-        indexes: by table, of those that have removed rows.
+        indexes: by table, of the tables that have removed rows.
         is_weighted: as of an EmbeddingBagCollection.
-        device: of the stored rows, which are initialized as TorchRec does.
-        stored_rows: by table, the least number of rows to store; those behind the kept ones are
+        device: of the stored rows, which TorchRec initializes.
+        stored_rows: by table, the least number of rows to store; rows behind the kept ones are
             never read.
 
     Attributes:
         ids: the :class:`CompactIds`.
-        inner: the collection of kept rows; a sharded one in its place under
-            DistributedModelParallel.
+        inner: the collection of kept rows; DistributedModelParallel replaces it by a sharded one.
     """
 
     pooled: ClassVar[bool]
@@ -247,16 +247,16 @@ class IndexedCollection(CompactCollection):
         self._configs = list(tables)
         self.tables = table_configs(tables)
         self.weighted = is_weighted
-        # On the device of the indexes: on the meta device they would lose their values.
+        # Not moved to ``device``: on the meta device the indexes would lose their values.
         self.ids = self.translation(tables, indexes, self)
-        # In a list: pipelines put another module in the place of the attribute.
+        # In a list, too, because pipelines replace the attribute ``ids``.
         self._translation = [self.ids]
         stored = []
         for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True):
             index = indexes.get(table.name)
             rows = table.num_embeddings if index is None else index.stored
-            # A table with nothing left stores a row that is never read: neither TorchRec's planners
-            # nor FBGEMM's kernels expect tables without rows.
+            # At least one row, which is never read: TorchRec's planners and FBGEMM's kernels expect
+            # no table without rows.
             rows = max(rows, 1, (stored_rows or {}).get(table.name, 0))
             stored.append(replace(table, num_embeddings=rows, feature_names=names))
         self.inner = self._stored(stored, device)
@@ -267,17 +267,16 @@ class IndexedCollection(CompactCollection):
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return the indexes of the tables that have removed rows."""
-        [ids] = self._translation
-        return ids.table_indexes()
+        return self._translation[0].table_indexes()
 
 
 class CompactEmbeddingBagCollection(IndexedCollection):
-    """An EmbeddingBagCollection that stores kept rows only and returns what it would with zero rows
-    for the others.
+    """An EmbeddingBagCollection that stores kept rows only. Its output is that of whole tables in
+    which the other rows are zero.
 
-    Sums and weighted sums are bit-equal. Means divide by all ids of a bag, those without a row too;
-    they are computed as a sum times 1 / ids, so they may differ in the last bit from those of a
-    sharding that divides. Ids out of range add nothing to a bag (see :class:`CompactIds`).
+    Sums and weighted sums are bit-equal. Means divide by the number of all ids of a bag, including
+    ids without a row; they are computed as a sum times 1 / ids, so they may differ in the last bit
+    from a sharding that divides. Ids out of range add nothing to a bag (see :class:`CompactIds`).
 
     Example::
 
@@ -305,7 +304,7 @@ class CompactEmbeddingBagCollection(IndexedCollection):
         averaged: set[str] = set()
         for config in tables:
             if config.pooling is PoolingType.MEAN:
-                # From any bag ids may be dropped, so that the number of ids left is no divisor.
+                # Ids of a bag may be dropped: ``inner`` would divide by the number of ids left.
                 config.pooling = PoolingType.SUM
                 averaged.update(config.feature_names)
         self.mean = _Means(self.ids, averaged) if averaged else None
@@ -326,17 +325,17 @@ class CompactEmbeddingBagCollection(IndexedCollection):
 
 
 class _Outputs(nn.Module):
-    """Changes outputs by the ids of a batch. A module, so that it is a leaf of TorchRec's
-    pipelines."""
+    """Change outputs according to the ids of a batch. A module, because TorchRec's pipelines trace
+    modules as leaves."""
 
     def __init__(self, ids: CompactIds) -> None:
         super().__init__()
-        # In a list: as a module it would have a second place.
+        # In a list, because as a module attribute it would be registered twice.
         self._ids = [ids]
 
 
 class _Means(_Outputs):
-    """Divide sums by the number of ids, removed ones too."""
+    """Divide sums by the number of ids in each bag, including removed ids."""
 
     def __init__(self, ids: CompactIds, averaged: set[str]) -> None:
         super().__init__(ids)
@@ -347,13 +346,13 @@ class _Means(_Outputs):
         [ids] = self._ids
         keys, widths = pooled.keys(), pooled.length_per_key()
         device = pooled.values().device
-        # A sharded collection returns its keys in another order than that of the tables.
+        # A sharded collection does not return its keys in the order of the tables.
         places = {name: place for place, name in enumerate(ids.names)}
         order = torch.tensor([places[key] for key in keys], device=device)
         lengths = ids.ordered(features).lengths().view(len(keys), -1).index_select(0, order)
         mean = torch.tensor([[key in self._averaged] for key in keys], device=device)
         scale = torch.where(mean, 1.0 / lengths.clamp(min=1).to(torch.float32), 1.0)
-        # (keys, batch) to one factor for each element of pooled, (batch, columns).
+        # From (keys, batch) to one factor for each element of ``pooled``: (batch, columns).
         scale = scale.to(pooled.values().dtype).T
         scale = scale.repeat_interleave(torch.tensor(widths, device=device), dim=1)
         return KeyedTensor(keys=keys, length_per_key=widths, values=pooled.values() * scale)
@@ -400,12 +399,12 @@ class CompactEmbeddingCollection(IndexedCollection):
 
 
 class _Zeros(_Outputs):
-    """Put zero vectors back in the places of ids without a row."""
+    """Insert zero vectors at the places of ids without a row."""
 
     def forward(self, found: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one vector for each id of every key."""
         [ids] = self._ids
-        # A sharded collection has not waited for its output distribution.
+        # A sharded collection returns before its output distribution is done.
         if isinstance(found, LazyAwaitable):
             found = found.wait()
         kept = ids.kept(features)
@@ -432,16 +431,16 @@ def compact_collection(
     widths: Mapping[str, int],
     default_row: bool,
 ) -> IndexedCollection:
-    """Return a compact collection in place of another, to be filled. Tables of a sharded one are on
-    the meta device.
+    """Return a compact collection with the tables of ``module``, uninitialized; on the meta device
+    if ``module`` is sharded.
 
     Args:
         module: the collection.
-        replaced: the compact collection around it; itself if it is in none.
-        indexes: by table, of those that have lost rows before.
-        kept: by table, which of the rows in ``module`` are kept.
+        replaced: the compact collection around it, or ``module`` itself.
+        indexes: by table, of tables that have already lost rows; updated in place.
+        kept: by table, which rows of ``module`` are kept.
         device: of the ids.
-        widths: by table, how many of its first columns are kept, where that is not all.
+        widths: by table, how many of its first columns are kept; missing: all.
         default_row: whether the removed ids of a table share a row.
     """
     collection = collection_of(module)
@@ -457,9 +456,9 @@ def compact_collection(
             indexes[name] = RowIndex.of(kept[name][:rows], default_row)
         if name in indexes:
             rows = max(1, indexes[name].stored)
-        # TorchRec cuts rows into equal blocks but for the last. Each must have a row: with an empty
-        # table beside others of another width, FBGEMM's CPU backward writes other rows than it was
-        # given.
+        # TorchRec cuts rows into equal blocks, except for the last. No block may be empty: if a
+        # batch of tables has an empty one and others of another width, FBGEMM's CPU backward writes
+        # wrong rows.
         pieces = shards.get(name, 1)
         stored[name] = max(rows, (pieces - 1) * -(-rows // pieces) + 1)
     kind = CompactEmbeddingBagCollection if collection.pooled else CompactEmbeddingCollection
@@ -470,8 +469,8 @@ def compact_collection(
 
 
 def _allocate(made: nn.Module, module: nn.Module) -> None:
-    """Give the tables of a collection memory on the device of another one's, for rows that move
-    later. Those of a sharded one, which has no embedding modules, get it when they are sharded."""
+    """Allocate the tables of a collection on the devices of the tables of ``module``. A sharded
+    ``module`` has no embedding modules: its tables are allocated when they are sharded."""
     tables = collection_of(made).embeddings()
     for name, old in collection_of(module).embeddings().items():
         weight, table = old.get_parameter("weight"), tables[name]
@@ -482,8 +481,8 @@ def _allocate(made: nn.Module, module: nn.Module) -> None:
 def expanded_collection(
     module: nn.Module, replaced: nn.Module
 ) -> EmbeddingBagCollection | EmbeddingCollection:
-    """Return a collection of the whole tables in place of a compact one, to be filled. Tables of a
-    sharded one are on the meta device.
+    """Return a collection of whole tables, uninitialized; on the meta device if ``module`` is
+    sharded.
 
     Args:
         module: the ``inner`` of ``replaced``.
@@ -501,13 +500,13 @@ def expanded_collection(
 
 
 def initial_bounds(replaced: nn.Module, table: str) -> tuple[float, float]:
-    """Return between which values TorchRec draws the initial weights of a table.
+    """Return the bounds of the uniform distribution of a table's initial weights.
 
     Raises:
-        ValueError: it has an initializer of its own.
+        ValueError: the table has another initializer.
     """
     drawn = {config.name: config.init_fn for config in configs_of(replaced)}[table]
-    # TorchRec's default, a partial function, filled in by the configuration.
+    # TorchRec's configuration sets the default: a partial of uniform_ with its bounds.
     if getattr(drawn, "func", None) is not nn.init.uniform_:
         raise ValueError(
             f"Table {table!r} has an init_fn of its own: only rows of TorchRec's default"

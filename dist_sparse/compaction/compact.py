@@ -12,7 +12,7 @@ and third for both. All ranks must succeed in one part of a phase before any beg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from dist_sparse.groups import world_group
 from dist_sparse.records import TableStats
 from dist_sparse.rotation.rotate import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.shards import Block, ShardedData, narrow_width
 from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 
@@ -102,13 +101,14 @@ def compact(
         choice("removed", removed, ("zero", "default_row"))
         default_row = removed == "default_row"
         sparsifier = sparsifier_of(sparse)
-        if names := sparsifier.masks.plain.names:
+        masks = sparsifier.masks
+        if names := masks.plain.names:
             raise ValueError(f"Plain data can't be compacted: {names} are no tables of a model.")
         if optimizer is None:
             # An attached enforcer knows the optimizers.
-            optimizer = getattr(sparsifier.masks.enforcer, "optimizers", None)
+            optimizer = getattr(masks.enforcer, "optimizers", None)
         rebuild = rebuild_of(model, "compact", optimizer, plan, world)
-        facts.update(rebuild.facts, removed=removed, tables=sparsifier.masks.tables.names)
+        facts.update(rebuild.facts, removed=removed, tables=masks.tables.names)
         if isinstance(sparse, SparseTraining):
             # Not in detach() below: where warnings are errors, this raises before any change.
             sparse.warn_of_early_end()
@@ -117,7 +117,7 @@ def compact(
         kept = kept_rows(sparsifier)
     with world.agreeing("compact()"):
         # Widths are rounded up to a multiple of 4, so removed columns may stay: they must be zeros.
-        sparsifier.masks.hooks.settle()
+        masks.hooks.settle()
         losing = {name for name, table in stats.items() if table.removed_blocks}
         if not losing:
             raise ValueError("Nothing is removed yet, so there is nothing to compact.")
@@ -180,7 +180,7 @@ def _plan_changes(
     located = store.locate()
     for name in sorted(losing.difference(widths)):
         _refuse_partial_rows(located[name], store.table(name).block)
-    sparsified = _sparsified_modules(store)
+    sparsified = _sparsified_modules(store.sources)
     registered = {data.fqn: name for name, data in located.items()}
     changes = []
     missing = set(losing)
@@ -201,11 +201,11 @@ def _plan_changes(
     return changes
 
 
-def _sparsified_modules(store: PackedStore) -> set[nn.Module]:
+def _sparsified_modules(sources: Iterable[object]) -> set[nn.Module]:
     """Return all modules of the models that tables were registered from. Names alone do not tell:
     another model may have tables of the same names."""
     # The source of tensors that were registered without a model has no such attribute.
-    models = [getattr(source, "model", nn.Module()) for source in store.sources]
+    models = [getattr(source, "model", nn.Module()) for source in sources]
     return set(nn.ModuleList(models).modules())
 
 
@@ -233,13 +233,14 @@ def _refuse_partial_rows(data: ShardedData, block: Block) -> None:
 
 def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
     """Detach the enforcer and unregister all tables from the sparsifier."""
+    masks = sparsifier.masks
     if isinstance(sparse, SparseTraining):
         sparse.detach()
     # Without a SparseTraining, the user may have attached an enforcer.
-    if isinstance(sparsifier.masks.enforcer, MaskEnforcer):
-        sparsifier.masks.enforcer.detach()
-    for name in sparsifier.masks.tables.names:
-        sparsifier.masks.tables.drop(name)
+    if isinstance(masks.enforcer, MaskEnforcer):
+        masks.enforcer.detach()
+    for name in masks.tables.names:
+        masks.tables.drop(name)
         del sparsifier.data_groups[name]
 
 
@@ -303,8 +304,8 @@ def expand(
         rebuild = rebuild_of(model, "expand", optimizer, plan, world)
         # Compact collections that keep all rows need no change.
         sites = [site for site in sites_of(model) if site.indexes()]
-        tables = [site.label for site in sites]
-        facts.update(rebuild.facts, initial=initial, seed=seed, tables=tables)
+        facts.update(rebuild.facts, initial=initial, seed=seed)
+        facts["tables"] = [site.label for site in sites]
         if not sites:
             raise ValueError("No table of this model has lost rows, so there is nothing to expand.")
         rebuild.refuse(sites)

@@ -52,11 +52,9 @@ from dist_sparse.tables.protocols import Collection, Replacement, TorchRecPort
 Kept = Mapping[str, Tensor]
 
 # Looked up by exact class: the forward of a subclass may do more.
-_COMPACT: dict[type[nn.Module], type[CompactEmbedding] | type[CompactEmbeddingBag]] = {
+_COMPACT: Mapping[Any, Any] = {
     nn.Embedding: CompactEmbedding,
-    CompactEmbedding: CompactEmbedding,
     nn.EmbeddingBag: CompactEmbeddingBag,
-    CompactEmbeddingBag: CompactEmbeddingBag,
 }
 _WHOLE = {CompactEmbedding: nn.Embedding, CompactEmbeddingBag: nn.EmbeddingBag}
 
@@ -121,25 +119,30 @@ class EmbeddingSite(_Site):
     has_one_width: ClassVar = False
 
     @property
+    def _weight(self) -> nn.Parameter:
+        # get_parameter(), because reading ``weight`` of a compact table raises.
+        weight: nn.Parameter = self.module.get_parameter("weight")
+        return weight
+
+    @property
     def padding_id(self) -> int | None:
         """The id that lookups treat as padding."""
         return padding_id_of(self.module)
 
     def used_rows(self) -> dict[str, Tensor]:
-        return {"": torch.ones(len(self.module.get_parameter("weight")), dtype=torch.bool)}
+        return {"": torch.ones(len(self._weight), dtype=torch.bool)}
 
     def indexes(self) -> dict[str, RowIndex]:
         return {"": self.module.index} if isinstance(self.module, CompactTable) else {}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that plain optimizers step, by table."""
-        # get_parameter(), because reading ``weight`` of a compact table raises.
-        return {"": self.module.get_parameter("weight")}
+        return {"": self._weight}
 
     def refusal(self, model: nn.Module, narrowed: bool) -> str | None:
         """Return why it can't be compacted, or made narrower; None if it can. The label of the site
         is the subject of the sentence."""
-        if type(self.module) not in _COMPACT:
+        if type(self.module) not in (*_COMPACT, *_WHOLE):
             return (
                 f"belongs to a {type(self.module).__name__}, which is neither nn.Embedding nor"
                 " nn.EmbeddingBag and may do more: it can't be compacted."
@@ -157,7 +160,7 @@ class EmbeddingSite(_Site):
         """Return an embedding with fewer columns, or with fewer rows; its weights are
         uninitialized."""
         old = self.module
-        weight = self.module.get_parameter("weight").data
+        weight = self._weight.data
         if widths:
             # A table that loses columns keeps all rows, so ids stay row numbers.
             return self._table(type(old), len(weight), widths[""])
@@ -166,7 +169,9 @@ class EmbeddingSite(_Site):
         for earlier in self.indexes().values():
             index = earlier.compose(index)
         stored = weight.new_empty(index.stored, weight.shape[1])
-        return _COMPACT[type(old)](old, stored, index).train(old.training)
+        # A compact table is replaced by one of its own class.
+        table: nn.Module = _COMPACT.get(type(old), type(old))(old, stored, index)
+        return table.train(old.training)
 
     def initial_bounds(self, table: str) -> None:
         """Return None: torch draws both kinds from the standard normal distribution."""
@@ -178,15 +183,14 @@ class EmbeddingSite(_Site):
 
     def _table(self, kind: Any, rows: int, columns: int) -> nn.Module:
         """Return an uninitialized table of another shape, in which ids are row numbers."""
-        weight = self.module.get_parameter("weight")
         table: nn.Module = kind(
             rows,
             columns,
             **lookup_options(self.module),
             padding_idx=self.padding_id,
-            _weight=weight.new_empty(rows, columns),
+            _weight=self._weight.new_empty(rows, columns),
         )
-        return table.requires_grad_(weight.requires_grad).train(self.module.training)
+        return table.requires_grad_(self._weight.requires_grad).train(self.module.training)
 
 
 class CollectionSite(_Site):
@@ -218,8 +222,8 @@ class CollectionSite(_Site):
         # Rows without an id, behind the others, pad shards to blocks of equal size.
         used = {table.name: table.rows for table in self.whole.tables}
         used |= {table: index.stored for table, index in self.indexes().items()}
-        stored = {table.name: torch.arange(table.rows) for table in self.collection.tables}
-        return {table: rows < used[table] for table, rows in stored.items()}
+        tables = self.collection.tables
+        return {table.name: torch.arange(table.rows) < used[table.name] for table in tables}
 
     def indexes(self) -> dict[str, RowIndex]:
         return {}
@@ -246,10 +250,9 @@ class CollectionSite(_Site):
         # A DistributedModelParallel gets ids on its own device.
         device: Any = getattr(model, "device", None)
         indexes = self.indexes()
-        compact: nn.Module = compact_collection(
+        return compact_collection(
             self.module, self.replaced, indexes, kept, device, widths, default_row
         )
-        return compact
 
     def initial_bounds(self, table: str) -> tuple[float, float]:
         """Return the bounds of the uniform distribution of a table's initial weights.

@@ -1,11 +1,11 @@
-"""Which rows of a table are kept, and where each is stored among the kept ones.
+"""The kept rows of a table as a bitmap, and the place of each among the stored rows.
 
-A bitmap of one bit a row, and for each word of 32 rows the number of kept rows before it: 0.25 byte
-per row of the original table. Row ``r`` is bit ``r % 32`` of word ``r // 32``, the lowest bit
-first; bits behind the last row are 0. Removed ids have no row, or all of them the same one, behind
-the kept rows: a default row. Ids out of range never have a row: what becomes of them is the
-caller's to decide. A row is found from one word and one count, in int32 arithmetic and pure torch:
-it runs in eager mode and under ``torch.export``, on any device.
+The index has one bit a row and, for each word of 32 rows, the number of kept rows before it: 0.25
+byte per row of the original table. Row ``r`` is bit ``r % 32`` of word ``r // 32``, the lowest bit
+first; bits behind the last row are 0. Removed ids have no row, or share the *default row*, which is
+stored behind the kept ones. Ids out of range never have a row; the caller handles them. A lookup
+reads one word and one count, in int32 arithmetic and pure torch: it runs in eager mode and under
+``torch.export``, on any device.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from dist_sparse.masking.masks import pack, unpack
 
-# In the place of a row: its id was removed.
+# Instead of a row: the id was removed.
 REMOVED = -1
 
-# In the place of a row: its id is out of the range of its table.
+# Instead of a row: the id is out of the range of its table.
 UNKNOWN = -2
 
 _MOST_ROWS = 2**31 - 1
 
 
 def check_ids(ids: Tensor) -> None:
-    """Refuse numbers that would be cut to the id of another row.
+    """Refuse dtypes whose values a cast could turn into other ids.
 
     Raises:
         ValueError: they are not int32 or int64.
@@ -53,15 +53,15 @@ def _num_words(rows: int) -> int:
 
 def _bits_in(words: Tensor) -> Tensor:
     """Return how many bits of each word are 1: int32."""
-    # As in _rank(): bits are added up in pairs, fours, bytes. A shifted sign is masked away.
+    # The popcount of _rank(): sums of pairs, of fours, of bytes. Masks remove copies of the sign.
     pairs = words - ((words >> 1) & 0x55555555)
     fours = ((pairs >> 2) & 0x33333333).add_(pairs.bitwise_and_(0x33333333))
     return fours.add_(fours >> 4).bitwise_and_(0x0F0F0F0F).mul_(0x01010101).bitwise_right_shift_(24)
 
 
 def _constants() -> Tensor:
-    """Return operands of :func:`_rank` as a tensor: a Python number would be made one, and cast, in
-    each of its operations, which doubled the time of short lookups."""
+    """Return the operands of :func:`_rank` as a tensor. Torch converts a Python number to a tensor
+    in each operation, which doubled the time of short lookups."""
     return torch.tensor(
         [1, 2, 4, 5, 24, 31, 0x55555555, 0x33333333, 0x0F0F0F0F, 0x01010101], dtype=torch.int32
     )
@@ -78,12 +78,12 @@ def _rank(
     word = row >> five
     if start is not None:
         word.add_(start)
-    # Shifted up until the row's own bit is the sign: left are the bits of rows up to this one.
+    # Shift the row's own bit up to the sign: the bits of later rows fall off.
     found = words.index_select(0, word).bitwise_left_shift_(row.bitwise_not().bitwise_and_(last))
-    # All ones where the sign was set: the row is kept.
+    # An arithmetic shift copies the sign to all bits: -1 if the row is kept, else 0.
     kept = found >> last
-    # Count the bits: sums of 2, 4, 8, then all four bytes in the highest (Warren, Hacker's Delight,
-    # 5-1).
+    # Popcount: sums of 2, 4 and 8 bits; the product adds all four bytes in the highest one
+    # (Warren, Hacker's Delight, 5-1).
     found.sub_((found >> one).bitwise_and_(pairs))
     upper = (found >> two).bitwise_and_(fours)
     found.bitwise_and_(fours).add_(upper)
@@ -92,7 +92,7 @@ def _rank(
 
 
 class RowIndex(nn.Module):
-    """Which rows of one table are kept, and where they are.
+    """The kept rows of one table, and where each is stored.
 
     Args:
         words: int32 ``(max(1, ceil(rows / 32)),)``, the bitmap.
@@ -102,9 +102,10 @@ class RowIndex(nn.Module):
     Attributes:
         words: the bitmap.
         counts: int32, same shape: kept rows before each word.
-        rows, num_kept: of the original table; how many of them are kept.
-        stored: kept rows, and the default row.
-        removed_row: what a removed id gets, the default row or :data:`REMOVED`.
+        rows: of the original table.
+        num_kept: number of kept rows.
+        stored: number of stored rows: kept ones, and the default row.
+        removed_row: the result for a removed id: the default row or :data:`REMOVED`.
         nbytes: of ``words`` and ``counts``.
 
     Example::
@@ -129,12 +130,12 @@ class RowIndex(nn.Module):
         self.register_buffer("counts", torch.empty_like(words))
         self.register_buffer("constants", _constants(), persistent=False)
         self.rows, self.default_row = rows, default_row
-        self.nbytes = self.words.nbytes + self.counts.nbytes
+        self.nbytes = 2 * words.nbytes
         self._count()
 
     def _count(self) -> None:
         """Count the kept rows before each word."""
-        # Bits behind the last row would be counted: an artifact is verified before it comes here.
+        # Bits behind the last row would be counted. They are 0: artifacts are verified on opening.
         in_word = _bits_in(self.words)
         until = in_word.cumsum(0, dtype=torch.int32)
         self.num_kept = int(until[-1])
@@ -142,36 +143,30 @@ class RowIndex(nn.Module):
         self.removed_row = self.num_kept if self.default_row else REMOVED
         self.counts.copy_(until.sub_(in_word))
 
-    @property
-    def state(self) -> Tensor:
-        """What changes when other rows are kept."""
-        return self.words
-
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self._count()
 
     def keep(self, ids: Tensor) -> None:
-        """Keep the rows of these ids and no other, in place: int64 ``(n,)``, each of them once."""
+        """Keep the rows of distinct ids, int64 ``(n,)``, and no others, in place."""
         self.words.zero_()
-        # A sum of different bits is their union; 1 << 31 is the sign.
+        # The sum of different bits is their union; 1 << 31 becomes the sign.
         self.words.index_add_(0, ids >> 5, (1 << (ids & 31)).int())
         self._count()
 
     @classmethod
     def of(cls, kept: Tensor, default_row: bool = False) -> RowIndex:
-        """Return the index of a table from what is kept: bool ``(rows,)``."""
+        """Return the index of a table from flags of its kept rows: bool ``(rows,)``."""
         padded = nn.functional.pad(kept, (0, 32 * _num_words(len(kept)) - len(kept)))
         return cls(pack(padded).view(torch.int32), len(kept), default_row)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return where the rows of ids are among the stored ones: int64, in the shape of ``ids``.
-        Of removed rows it is the default row, or :data:`REMOVED`; of ids out of ``[0, rows)``
-        :data:`UNKNOWN`.
+        """Return the stored row of each id: int64, in the shape of ``ids``. For removed ids it is
+        the default row or :data:`REMOVED`, for ids outside ``[0, rows)`` :data:`UNKNOWN`.
 
         ``ids`` (int32 or int64, any shape) is not changed.
         """
-        # Any id must read inside the bitmap; those that clamping changed are marked at the end.
+        # Clamped ids read inside the bitmap; the ids that clamping changed are marked at the end.
         inside = ids.clamp(0, max(self.rows - 1, 0))
         row = inside.int().reshape(-1)
         found = _rank(self.words, self.counts, row, None, self.constants).long().view(ids.shape)
@@ -180,7 +175,7 @@ class RowIndex(nn.Module):
         return torch.where(inside == ids, found, UNKNOWN)
 
     def kept(self) -> Tensor:
-        """Return which rows are kept: bool ``(rows,)``."""
+        """Return flags of the kept rows: bool ``(rows,)``."""
         return unpack(self.words.view(torch.uint8), self.rows)
 
     def compose(self, inner: RowIndex) -> RowIndex:
@@ -188,7 +183,7 @@ class RowIndex(nn.Module):
         this one. Neither may have a default row: ids that share it can't be told apart."""
         assert inner.rows == self.num_kept
         assert not (self.default_row or inner.default_row)
-        # The flags of the rows that are kept so far become those of the inner index.
+        # The set flags are replaced by the flags of the inner index.
         kept = self.kept()
         kept[kept.clone()] = inner.kept()
         return RowIndex.of(kept)
@@ -208,7 +203,7 @@ class RowIndexes(nn.Module):
         features: for each feature, the position of its table.
 
     Attributes:
-        nbytes: of the bitmap, its counts, and what is kept for each feature.
+        nbytes: of the bitmap, its counts, and the numbers of each feature.
 
     Example::
 
@@ -229,8 +224,9 @@ class RowIndexes(nn.Module):
         self, tables: Sequence[RowIndex | None], rows: Sequence[int], features: Sequence[int]
     ) -> None:
         super().__init__()
-        # By position, of tables with an index: original rows, whether removed ids share a row.
+        # For tables with an index, by position: original rows, and whether it has a default row.
         self._indexed: dict[int, tuple[int, bool]] = {}
+        self.any_default = False
         words = []
         counts = []
         start = 0
@@ -240,28 +236,28 @@ class RowIndexes(nn.Module):
             _refuse_rows(count)
             last = max(count - 1, 0)
             if table is None:
-                # It keeps all rows: there is no word to read, and no removed id.
+                # All rows are kept: -1, for no word to read, and no removed id.
                 of_tables.append((last, -1, REMOVED))
                 continue
             self._indexed[number] = (count, table.default_row)
+            self.any_default |= table.default_row
             of_tables.append((last, start, table.removed_row))
             words.append(table.words)
             counts.append(table.counts)
             start += len(table.words)
         self.any_removed = bool(words)
         self.any_dense = len(words) < len(of_tables)
-        self.any_default = any(default_row for _, default_row in self._indexed.values())
         if not words:
             # torch.cat refuses an empty list. No lookup reads this word.
             words = counts = [torch.zeros(1, dtype=torch.int32)]
         self.register_buffer("words", torch.cat(words))
         self.register_buffer("counts", torch.cat(counts))
         self.register_buffer("constants", _constants(), persistent=False)
-        # The last row of the only table of a single feature, which needs no gather.
+        # With a single feature and table, its last row is a constant: no gather by feature.
         self.only_last = of_tables[0][0] if len(features) == len(tables) == 1 else -1
         of_features = torch.tensor([of_tables[table] for table in features]).view(-1, 3)
         self.register_buffer("of_features", of_features.T.contiguous())
-        self.nbytes = self.words.nbytes + self.counts.nbytes + self.of_features.nbytes
+        self.nbytes = 2 * self.words.nbytes + self.of_features.nbytes
 
     def tables(self) -> dict[int, RowIndex]:
         """Return a copy of each table's index, by the table's position; none of tables that keep
@@ -274,9 +270,9 @@ class RowIndexes(nn.Module):
         return found
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Return where the rows of ids are among the stored ones of their table: int32 ``(n,)``. Of
-        removed rows it is the table's default row, or :data:`REMOVED`; of ids out of the range of
-        their table :data:`UNKNOWN`.
+        """Return the row of each id in the storage of its table: int32 ``(n,)``. For removed ids it
+        is the table's default row or :data:`REMOVED`, for ids out of the range of their table
+        :data:`UNKNOWN`.
 
         Args:
             ids: int32 or int64 ``(n,)``, feature after feature; not changed.
@@ -302,12 +298,12 @@ class RowIndexes(nn.Module):
         return torch.where(inside == ids, found, UNKNOWN)
 
     def _ranks(self, row: Tensor, feature: Tensor) -> Tensor:
-        """Kept rows before each row of the table of a feature, :data:`REMOVED` where it is
-        removed."""
+        """Return the number of kept rows before each row in the table of its feature,
+        :data:`REMOVED` where the row is removed."""
         start = self.of_features[1].int().index_select(0, feature)
         if not self.any_dense:
             return _rank(self.words, self.counts, row, start, self.constants)
-        # Ids of a table that keeps all rows read the first word, and their result is not used.
+        # Ids of a table that keeps all rows read the first word; the result is discarded.
         dense = start < 0
         inside, first = row.masked_fill(dense, 0), start.clamp(min=0)
         found = _rank(self.words, self.counts, inside, first, self.constants)
@@ -331,8 +327,8 @@ class UnknownLookups:
         self.counts = dict.fromkeys(rows, 0)
 
     def add(self, ids: Tensor, unknown: Tensor, lengths: Sequence[int]) -> dict[str, str]:
-        """Count the lookups of a batch, and return a description of those of each table that has
-        some: how many there are, and the first id.
+        """Count the lookups of a batch. Return a description by table, for tables that have some:
+        the first id, and the number of lookups.
 
         Args:
             ids: ``(n,)``, feature after feature.

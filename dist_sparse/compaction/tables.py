@@ -1,12 +1,12 @@
-"""`nn.Embedding` and `nn.EmbeddingBag` that store kept rows only, behind the ids of the whole
+"""`nn.Embedding` and `nn.EmbeddingBag` that store kept rows only, and take the ids of the whole
 table.
 
 Both are subclasses, so that optimizers, sparsifiers and state_dicts find a table of the same name
-in the same place. Results are those of a table with zero rows; an id out of range raises, as it
-does in torch.
+in the same place. Outputs equal those of the whole table with removed rows set to zero; an id out
+of range raises, as in torch.
 
-Beside them, what works without TorchRec: the base of its compact collections, by which they are
-known, and at the end initial rows of any table.
+The module also has code that must work without TorchRec: the base class by which compact
+collections are recognized, and the generator of initial rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OPTIONS = (
 
 
 def lookup_options(table: nn.Embedding | nn.EmbeddingBag) -> dict[str, Any]:
-    """Return the constructor arguments that say how a table is looked up and trained, without
+    """Return the constructor arguments that control lookups and training of a table, without
     ``padding_idx``, which is a row number."""
     return {name: getattr(table, name) for name in _OPTIONS if hasattr(table, name)}
 
@@ -51,7 +51,7 @@ def padding_id_of(table: nn.Embedding | nn.EmbeddingBag) -> int | None:
 def _rows(index: RowIndex, ids: Tensor) -> Tensor:
     """Return the rows of ids, -1 where there is none."""
     check_ids(ids)
-    # An id out of range becomes the row behind the last, at which torch's lookup raises.
+    # For an id out of range, the row behind the last: torch's lookup raises there.
     return torch.where((ids >= 0) & (ids < index.rows), index(ids), index.stored)
 
 
@@ -85,10 +85,10 @@ class CompactTable(nn.Module):
     padding_id: int | None
 
     def _stand_in_for(self, table: nn.Embedding | nn.EmbeddingBag, index: RowIndex) -> None:
-        """Take the ids of ``table``, a whole or a compact one, from now on."""
+        """Take the same ids as ``table``, a whole or a compact one."""
         self.stored_weight.requires_grad_(table.get_parameter("weight").requires_grad)
         self.index = index
-        # Models size their loops by it, over ids.
+        # The number of ids, because models loop over it.
         self.num_embeddings = index.rows
         # In ids of the original table, unlike padding_idx, which is a row.
         self.padding_id = padding_id_of(table)
@@ -100,8 +100,8 @@ class CompactTable(nn.Module):
         Raises:
             RuntimeError: any other code reads it.
         """
-        # torch looks parameters up by name, and does not compute with what it finds:
-        # get_parameter(), checkpoints, load_state_dict(assign=True).
+        # torch's own code reads parameters by name without computing with them: get_parameter(),
+        # checkpoints, load_state_dict(assign=True).
         reader = sys._getframe(1).f_globals.get("__name__", "")
         if reader.partition(".")[0] == "torch":
             return self.stored_weight
@@ -112,7 +112,7 @@ class CompactTable(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The constructor sets the parameter before there is an index; later it is tied to another.
+        # The constructor sets ``weight`` before there is an index. A later one ties it to a layer.
         is_tied = name == "weight" and isinstance(value, nn.Parameter) and "index" in self._modules
         if is_tied and len(value) != self.index.stored:
             raise ValueError(
@@ -185,7 +185,7 @@ class CompactEmbedding(CompactTable, nn.Embedding):  # type: ignore[misc]
         super().__init__(
             weight.shape[0],
             weight.shape[1],
-            # A removed id of padding gives zeros without being told.
+            # A removed padding id reads zeros anyway.
             padding_idx=None if row == REMOVED else row,
             **lookup_options(table),
             _weight=weight,
@@ -200,7 +200,7 @@ class CompactEmbedding(CompactTable, nn.Embedding):  # type: ignore[misc]
                 assertion.
         """
         rows = _rows(self.index, input).view(-1)
-        # Only ids with a row are looked up: a gradient of the others would have no row to go to.
+        # Only ids with a row are looked up: the gradients of the others have no row.
         [places] = (rows >= 0).nonzero(as_tuple=True)
         found = F.embedding(
             rows[places],
@@ -263,7 +263,7 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
             )
         ids, ends = input.reshape(-1), self._ends(input, offsets)
         rows = _rows(self.index, ids)
-        # Bags have all ids but padding; a lookup finds the kept ones among them.
+        # ``pooled``: all ids of bags except padding. ``kept``: the ids among them that have a row.
         if self.padding_id is None:
             pooled = torch.ones_like(ids, dtype=torch.bool)
         else:
@@ -305,15 +305,15 @@ def _counted(flags: Tensor) -> Tensor:
 
 # Initial rows
 #
-# What a row starts from when its id gets one during training. A counter-based generator: each
+# Initial weights of rows that are created during training. The generator is counter-based: each
 # element is a hash of the seed, the table's name, the id and the column, and of nothing else. So a
-# row is the same on every sharding and number of ranks, in whatever order rows come.
+# row is the same on every sharding and number of ranks, and in any order of draws.
 
-# Random bits of an element: all of them, and the half that is added, are exact in float64.
+# Random bits of an element: 52 bits plus the half that is added fit the 53 digits of a float64.
 _DIGITS = 52
 
 
-# Elements that are drawn at once, 24 MB.
+# Elements drawn at a time: 24 MB of temporaries.
 _DRAWN = 1 << 20
 
 
@@ -347,15 +347,15 @@ def initial_rows(
     digest = hashlib.blake2b(f"{seed} {table}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
     column = torch.tensor(list(columns), dtype=torch.int64, device=ids.device)
-    # Two rounds, so that neighbours in both directions are unrelated.
+    # One round for the id and one for the column: neither neighbouring rows nor columns correlate.
     mixed = _mix(_mix(ids.long() + key)[:, None] + column * STEP)
-    # In (0, 1), neither end included: the normal distribution is infinite there.
+    # In the open interval (0, 1): the inverse normal distribution is infinite at both ends.
     drawn = (logical_shift(mixed, 64 - _DIGITS).double() + 0.5) / 2**_DIGITS
     if bounds is not None:
         low, high = bounds
         uniform: Tensor = (low + (high - low) * drawn).float()
         return uniform
-    # In float64: what devices round differently there is the same float32.
+    # In float64: devices round it differently, but the float32 is the same.
     return (math.sqrt(2) * torch.erfinv(2 * drawn - 1)).float()
 
 

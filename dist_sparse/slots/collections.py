@@ -49,12 +49,6 @@ MOST_IDS = 2**62
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 
 
-def _swap_reserved(ids: Tensor) -> Tensor:
-    """Return reservations for ids, or the ids of reservations: -2 for 0, -3 for 1, and so on. The
-    function is its own inverse."""
-    return -2 - ids
-
-
 class _Buckets(NamedTuple):
     """A hash table of the held slots, keyed by the ids that hold them.
 
@@ -177,13 +171,14 @@ class SlotIndex(nn.Module):
         :meth:`admit`."""
         self.id_of_slot[self(leaving).long()] = VACANT
         [free] = (self.id_of_slot == VACANT).nonzero(as_tuple=True)
-        self.id_of_slot[free[: len(coming)]] = _swap_reserved(coming).to(self.id_of_slot.dtype)
+        self.id_of_slot[free[: len(coming)]] = (-2 - coming).to(self.id_of_slot.dtype)
 
     def admit(self) -> tuple[Tensor, Tensor]:
         """Turn reservations into holders; return the new holders and their slots, both int64
         ``(n,)``."""
         [slots] = (self.id_of_slot < VACANT).nonzero(as_tuple=True)
-        ids = _swap_reserved(self.id_of_slot[slots])
+        # A reservation is -2 - id, which is its own inverse.
+        ids = -2 - self.id_of_slot[slots]
         self.id_of_slot[slots] = ids
         return ids.long(), slots
 
@@ -288,14 +283,13 @@ class FollowingIds(CompactIds):
 
         Call it before ids are admitted: the fates are those of the current index, and the recorded
         batches were translated before."""
-        batches = self._batches
-        self._batches = []
-        self._num_copied = 0
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-        for values, lengths in batches:
+        for values, lengths in self._batches:
             for table, ids in zip(self._tables, torch.split(values, lengths), strict=True):
                 if table in self.indexes:
                     parts[table].append(ids)
+        self._batches = []
+        self._num_copied = 0
         for table, looked_up in parts.items():
             self._counted[table].append(self._count_distinct(table, torch.cat(looked_up)))
 
@@ -322,14 +316,8 @@ class FollowingIds(CompactIds):
         self.fates[table] += torch.tensor([len(ids), missed, 0, len(ids) - len(inside)])
         return found.cpu(), times.cpu()
 
-    @property
-    def _collection(self) -> Any:
-        [collection] = self.collection
-        return collection
-
     def _trains(self) -> bool:
-        training: bool = self._collection.training
-        return training and torch.is_grad_enabled()
+        return torch.is_grad_enabled() and bool(self.collection[0].training)
 
     def _rows_of(self, table: str, ids: Tensor) -> Tensor:
         # Never from a map of all ids, as in the base class: each update would rebuild it.
@@ -341,7 +329,7 @@ class FollowingIds(CompactIds):
     def _record_batch(
         self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
     ) -> None:
-        if not self._collection.pooled:
+        if not self.collection[0].pooled:
             # An update may change the index before the output of this batch is assembled.
             self._kept[features] = kept
         if not self._trains():

@@ -142,11 +142,12 @@ class LookupCounts:
     def saved(self, ids: int, group: Group) -> ChunkedTensor:
         """Return the counts for a state: one tensor of all ``ids`` of the table, of which each rank
         writes a part."""
-        size = len(self.counts)
+        counts = self.counts
         # With fewer ids than ranks, the last ranks own none and write nothing.
-        writes = [((self.first,), self.counts)] if size else []
-        wants = [((self.first,), (size,))] if size else []
-        return ChunkedTensor((ids,), self.counts.dtype, writes, wants)
+        if not len(counts):
+            return ChunkedTensor((ids,), counts.dtype, [], [])
+        start = (self.first,)
+        return ChunkedTensor((ids,), counts.dtype, [(start, counts)], [(start, counts.shape)])
 
     def part(self, table: str, saved: Any) -> list[Tensor]:
         """Return the counts of the owned ids from a state, for :meth:`load`.
@@ -209,11 +210,11 @@ class CandidateCounts:
 
     def of(self, ids: Tensor) -> Tensor:
         """Return the counts of owned ids: int64 ``(n,)``."""
-        if not len(self.ids):
-            return torch.zeros(ids.shape, dtype=torch.int64)
-        # An id above all others is placed behind the last: it is compared with the last.
-        places = torch.searchsorted(self.ids, ids.long()).clamp_(max=len(self.ids) - 1)
-        return torch.where(self.ids[places] == ids, self.counts[places].long(), 0)
+        places = torch.searchsorted(self.ids, ids.long())
+        # An id above all candidates is placed behind the last one, where no id is.
+        candidates = nn.functional.pad(self.ids, (0, 1), value=VACANT)
+        counts = nn.functional.pad(self.counts, (0, 1)).long()
+        return torch.where(candidates[places] == ids, counts[places], 0)
 
     def looked_up(self, least: int) -> Tensor:
         """Return the ids whose count is at least ``least``: ascending, int64 ``(n,)``."""
@@ -261,12 +262,13 @@ def _check_counts(
 ) -> None:
     """Refuse counts from a state that are not those of the owned ids."""
     lacks = f"Table {table!r}: the state has no counts of the ids [{owner.first}, {owner.last})."
-    rules = {
-        f"{lacks} Of other ranks, it must be loaded by torch.distributed.checkpoint.": not fits
-        or part.dtype != torch.int32,
-        f"Table {table!r}: the state has counts below 0.": (part < 0).any(),
-    }
-    refuse(rules)
+    fits = fits and part.dtype == torch.int32
+    refuse(
+        {
+            f"{lacks} Of other ranks, it must be loaded by torch.distributed.checkpoint.": not fits,
+            f"Table {table!r}: the state has counts below 0.": (part < 0).any(),
+        }
+    )
 
 
 # Communication
@@ -309,7 +311,7 @@ _BITS = 11
 _BUCKETS = 1 << _BITS
 
 
-def least_winning_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[int]:
+def admission_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[int]:
     """Return for each table the smallest count with which an id without a slot may win one.
     Collective: one all-gather.
 
@@ -321,9 +323,8 @@ def least_winning_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Gr
     padding = torch.tensor([PROTECTED])
     here = []
     for table_keys in keys:
-        least = torch.cat([table_keys, padding]).min()
-        here.append(torch.stack([torch.tensor(len(table_keys)), least]))
-    holders, coldest = group.all_gather(torch.stack(here)).unbind(2)
+        here.append([len(table_keys), int(torch.cat([table_keys, padding]).min())])
+    holders, coldest = group.all_gather(torch.tensor(here)).unbind(2)
     # While a slot is free, any count wins it: 0. Otherwise more than the coldest holder's count is
     # needed, which is half its key: in a tie the holder keeps its slot.
     is_full = holders.sum(0) == torch.tensor(slots)
@@ -354,7 +355,6 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
     left = torch.tensor(slots, dtype=torch.int64)
     # The bits known so far of each table's last winning key.
     prefix = torch.zeros(len(keys), dtype=torch.int64)
-    all_win = torch.zeros(len(keys), dtype=torch.bool)
     for shift in (2 * _BITS, _BITS, 0):
         histograms = [
             _histogram(table_keys, shift, int(bits))
@@ -363,9 +363,8 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
         counts = group.all_reduce(torch.stack(histograms))
         # Keys in each bucket or above: descending along the buckets.
         from_here = counts.flip(1).cumsum(1).flip(1)
-        if shift == 2 * _BITS:
-            # Fewer ids than slots: there is no last winning key to find.
-            all_win = from_here[:, 0] <= left
+        # With fewer ids than slots all win, so the smallest key is the last winning one.
+        left = torch.minimum(left, from_here[:, 0])
         bucket = ((from_here >= left[:, None]).sum(1) - 1).clamp(min=0)
         above = (from_here - counts).gather(1, bucket[:, None]).squeeze(1)
         left -= above
@@ -378,7 +377,7 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
     winners = []
     for number, flags in enumerate(tied):
         first = flags & (flags.cumsum(0) <= left[number])
-        winners.append((keys[number] > prefix[number]) | first | all_win[number])
+        winners.append((keys[number] > prefix[number]) | first)
     return winners
 
 

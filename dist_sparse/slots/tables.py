@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -34,9 +33,9 @@ from dist_sparse.slots.selection import (
     CandidateCounts,
     LookupCounts,
     Weight,
+    admission_counts,
     exchange,
     gather_parts,
-    least_winning_counts,
     select_winners,
 )
 from dist_sparse.tables.modules import check_module, collection_of
@@ -67,7 +66,7 @@ class _Table:
     protected: Tensor
     candidates: int
     totals: Tensor
-    new: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.int64))
+    new: Tensor
 
     @property
     def ids(self) -> FollowingIds:
@@ -243,8 +242,8 @@ class FollowingTables:
             modules = model.modules()
             collections = [each for each in modules if isinstance(each, FollowingCollection)]
             protect_ids = {} if protect_ids is None else protect_ids
-            if not isinstance(protect_ids, Mapping):
-                raise ValueError(f"Invalid {protect_ids=}: must be ids by table, {{'item': [0]}}.")
+            message = f"Invalid {protect_ids=}: must be ids by table."
+            checks.refuse({message: not isinstance(protect_ids, Mapping)})
             self._tables = _find_tables(collections, protect_ids, candidates, self._group)
             # Raises now for tables that write() could not initialize later.
             for table in self._tables:
@@ -287,7 +286,7 @@ class FollowingTables:
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
         ahead = int(self._group.all_gather(torch.tensor([ahead])).max())
         self._exchange_lookups()
-        self._drop_cold_candidates()
+        self._drop_candidates()
         changes = self._select()
         divisor = self._weight.next()
         for table, (leaving, coming) in zip(self._tables, changes, strict=True):
@@ -341,7 +340,7 @@ class FollowingTables:
             pairs = [(parts[2 * number], parts[2 * number + 1]) for parts in arrived]
             table.add_lookups(pairs, self._weight.now)
 
-    def _drop_cold_candidates(self) -> None:
+    def _drop_candidates(self) -> None:
         """Keep the counts of the hottest ids, in tables with too many ids to count each.
         Collective."""
         hashed = [table for table in self._tables if table.index.hashed]
@@ -364,7 +363,7 @@ class FollowingTables:
             holders.append(ids)
             keys.append(table.ranking_keys(ids, True))
         # Without this bound, every id that was looked up would take part in the selection.
-        bounds = least_winning_counts(slots, keys, self._group)
+        bounds = admission_counts(slots, keys, self._group)
         admitted = self.admit_after * self._weight.now
         contests = []
         for table, ids, bound in zip(self._tables, holders, bounds, strict=True):
@@ -394,7 +393,7 @@ class FollowingTables:
         self._exchange_lookups()
         # A state has a fixed number of candidates. Dropping the others here too makes this run
         # continue exactly as a run that resumes from the state.
-        self._drop_cold_candidates()
+        self._drop_candidates()
         return {
             "step": self.steps,
             "admits_at": self._admits_at,
@@ -481,14 +480,15 @@ def _find_tables(
     """Return the following tables of collections."""
     found: dict[str, _Table] = {}
     for collection in collections:
-        if not collection_of(collection.inner).is_sharded:
-            raise ValueError(
-                "The collection is not sharded yet: put the model under DistributedModelParallel"
-                " first."
-            )
+        inner = collection_of(collection.inner)
         for name, index in collection.following_ids.slots.items():
-            if name in found:
-                raise ValueError(f"Two following tables have the name {name!r}.")
+            checks.refuse(
+                {
+                    "The collection is not sharded yet: put the model under"
+                    " DistributedModelParallel first.": not inner.is_sharded,
+                    f"Two following tables have the name {name!r}.": name in found,
+                }
+            )
             block = -(-index.rows // group.size)
             starts = [min(rank * block, index.rows) for rank in range(group.size + 1)]
             counts: type[CandidateCounts | LookupCounts] = LookupCounts
@@ -502,20 +502,22 @@ def _find_tables(
                 bounds=initial_bounds(collection, name),
                 starts=starts,
                 counts=counts(starts[group.rank], starts[group.rank + 1]),
-                protected=_distinct_protected(name, index, protect_ids.get(name, ())),
+                protected=_protected_ids(name, index, protect_ids.get(name, ())),
                 candidates=most,
                 totals=torch.zeros(4, dtype=torch.int64),
+                new=torch.zeros(0, dtype=torch.int64),
             )
     unknown = sorted(set(protect_ids) - set(found))
-    rules = {
-        "The model has no following tables: following() makes them.": not found,
-        f"Invalid protect_ids: {unknown} are none of the tables {sorted(found)}.": unknown,
-    }
-    checks.refuse(rules)
+    checks.refuse(
+        {
+            "The model has no following tables: following() makes them.": not found,
+            f"Invalid protect_ids: {unknown} are none of the tables {sorted(found)}.": unknown,
+        }
+    )
     return list(found.values())
 
 
-def _distinct_protected(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
+def _protected_ids(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
     """Return protected ids: distinct, ascending, int64.
 
     Raises:

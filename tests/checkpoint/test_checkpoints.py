@@ -228,6 +228,14 @@ def test_arguments() -> None:
         Checkpoints("here").save(
             1, model=nn.Linear(1, 1), optimizer=torch.optim.SGD(nn.Linear(3, 2).parameters())
         )
+    with pytest.raises(ValueError, match=r"Invalid root=None: must be a path"):
+        Checkpoints(None)  # type: ignore[arg-type]
+    for use in (
+        lambda: Checkpoints("here").save(1, model=None),  # type: ignore[arg-type]
+        lambda: Checkpoints("here").save_async(1, model={}),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=r"Invalid model of type \w+: must be a torch"):
+            use()
     linear = nn.Linear(1, 1)
     twice = [torch.optim.SGD(linear.parameters()), torch.optim.SGD(linear.parameters())]
     with pytest.raises(ValueError, match=r"two of them step 'weight'"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from dist_sparse import DataNormSparsifier, MaskEnforcer, compact, sparsify
+from dist_sparse import DataNormSparsifier, MaskEnforcer, compact, expand, sparsify
 from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag
 
 
@@ -238,6 +238,20 @@ def test_refused() -> None:
     plain.step()
     with pytest.raises(ValueError, match=r"Plain data can't be compacted: \['w'\]"):
         compact(net, plain)
+
+
+def test_no_module() -> None:
+    net = Net()
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, "ROW"))
+    sparsifier.add_model(net)
+    sparsifier.step()
+    for model in (None, "net", {"net": net}):
+        wrong: Any = model
+        with pytest.raises(ValueError, match=r"Invalid model of type \w+: must be a torch"):
+            compact(wrong, sparsifier)
+        with pytest.raises(ValueError, match=r"Invalid model of type \w+: must be a torch"):
+            expand(wrong, optimizer=())
+    assert sparsifier.data_groups
 
 
 def test_a_dense_parameter_is_refused() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
+from dist_sparse import FollowingTables, following
 from dist_sparse.groups import group_over
 from dist_sparse.slots.collections import SlotIndex
 from dist_sparse.slots.selection import MOST, LookupCounts, Weight, select_winners
@@ -83,6 +86,24 @@ def test_bytes_an_id() -> None:
     # The worst number of slots for the hash table: one more than a power of two.
     most = SlotIndex(rows, 2**16 + 1, torch.arange(2**16 + 1)).nbytes
     assert most <= 16 * (2**16 + 1) + 1000
+
+
+def test_arguments_of_another_type() -> None:
+    meta = torch.device("meta")
+    item = EmbeddingBagConfig(name="item", num_embeddings=50, embedding_dim=8, feature_names=["id"])
+    wrong: Any
+    for wrong in (None, {}):
+        with pytest.raises(ValueError, match=r"Invalid model of type \w+: must be a torch"):
+            following(wrong)
+        with pytest.raises(ValueError, match=r"Invalid model of type \w+: must be a torch"):
+            FollowingTables(wrong)
+    for wrong in (3, ["item"], {}, {"user": 3}):
+        with pytest.raises(ValueError, match=r"Invalid rows=.*: the collection has the tables"):
+            following(EmbeddingBagCollection([item], device=meta), wrong)
+    bags = following(EmbeddingBagCollection([item], device=meta), {"item": 5})
+    wrong = ["item"]
+    with pytest.raises(ValueError, match=r"Invalid protect_ids=\['item'\]: must be ids by table"):
+        FollowingTables(bags, protect_ids=wrong)
 
 
 def test_selection_is_a_sort() -> None:
