@@ -197,9 +197,9 @@ class Chain:
         return self.deltas[-1].manifest.artifact if self.deltas else self.artifact.manifest
 
     @property
-    def paths(self) -> tuple[Path, ...]:
-        """Return their folders."""
-        return (self.artifact.path, *(delta.path for delta in self.deltas))
+    def path(self) -> Path:
+        """Return the last folder."""
+        return self.deltas[-1].path if self.deltas else self.artifact.path
 
     def table(self, name: str) -> MappedTable:
         """Return a table after the last delta."""
@@ -262,7 +262,7 @@ def check_artifact(path: StrPath, *deltas: StrPath) -> Chain:
         OSError: a file can't be read.
     """
     chain = open_chain(path, *deltas)
-    where = chain.paths[-1]
+    where = chain.path
     for name, entry in chain.manifest.tables.items():
         table = chain.table(name)
         sums = dict.fromkeys(entry.layout(), 0)
@@ -307,7 +307,7 @@ def merge(base: StrPath, *deltas: StrPath, out: StrPath) -> Manifest:
                 writer.add(name, parts, ids)
         # The last delta holds the checksums that a full export would have written.
         if writer.seal(manifest) != manifest:
-            raise ValueError(f"{chain.paths[-1]}: the deltas do not add up to what it leads to.")
+            raise ValueError(f"{chain.path}: the deltas do not add up to what it leads to.")
         writer.publish(manifest)
     return manifest
 

@@ -58,8 +58,9 @@ _CHUNK = 1 << 18
 
 
 def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> dict[str, Tensor]:
-    """Encode rows ``(n, columns)`` of any floating dtype. A 0 decodes to exactly 0, any other weight
-    to the nearest value. Codes of books are stored as they are.
+    """Encode rows ``(n, columns)`` of any floating dtype. Codes of books are stored as they are.
+
+    A 0 decodes to exactly 0, any other weight to the nearest value.
 
     Args:
         weight: of magnitudes up to the encoding's ``largest``.

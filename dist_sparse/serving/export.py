@@ -345,7 +345,8 @@ def _write_table(
 # A delta is written by the same steps as an artifact: DeltaWriter gets the same tensors in the same
 # order, and finds out what has changed.
 
-_SPOOL_BYTES = 8 << 20  # of spooled rows that are read at once
+# Spooled rows that are read at once.
+_SPOOL_BYTES = 8 << 20
 
 
 class DeltaWriter(ArtifactWriter):

@@ -65,11 +65,6 @@ class StoredTable:
         return not (is_odd or self.has_books)
 
     @property
-    def needed_index(self) -> RowIndex | None:
-        """The index; None if no row was removed, because ids are rows then."""
-        return self.index if self.entry.kept < self.entry.rows else None
-
-    @property
     def places(self) -> int:
         """The number of rows to allocate."""
         return max(self.room, self.entry.stored)

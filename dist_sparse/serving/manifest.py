@@ -29,7 +29,8 @@ TABLES = "tables.safetensors"
 Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
 Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
-TensorType = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
+# Dtype and shape.
+TensorType = tuple[torch.dtype, tuple[int, ...]]
 Layout = Mapping[str, TensorType]
 
 # Tensors with an entry for each stored row. A delta contains only changed rows of these, and all

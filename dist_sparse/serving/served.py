@@ -83,7 +83,11 @@ class ServedLookup(nn.Module):
     def _build_index(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
         names = list(tables)
         return RowIndexes(
-            [table.needed_index for table in tables.values()],
+            # Without removed rows, ids are rows.
+            [
+                table.index if table.entry.kept < table.entry.rows else None
+                for table in tables.values()
+            ],
             [table.entry.rows for table in tables.values()],
             [names.index(name) for name in self._names],
         )
@@ -172,12 +176,11 @@ class ServedLookup(nn.Module):
         """Return the arguments of a call with some ids, from which ``torch.export`` traces."""
         raise NotImplementedError
 
-    def _find_rows(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """Return the rows of ids: int32 ``(n,)``, -1 for an id without a row.
-
-        Args:
-            counts: ``(features,)``, how many ids each feature has.
-        """
+    def _read(
+        self, ids: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """Find the rows of ids, and return them pooled. The other arguments are those of
+        :class:`JaggedRows`."""
         check_ids(ids)
         rows: Tensor = self.index(ids, counts)
         # Counting and raising depend on values, which a traced graph does not have.
@@ -186,7 +189,8 @@ class ServedLookup(nn.Module):
         if self.unknown == "id0":
             # Id 0 may be removed itself, so its row is looked up like any other.
             rows = self.index(torch.where(rows == UNKNOWN, 0, ids), counts)
-        return rows.clamp(min=REMOVED)
+        found: Tensor = self.rows(JaggedRows(rows.clamp(min=REMOVED), offsets, counts, weights))
+        return found
 
     def _count_unknown(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
         """Count the ids out of range, and with ``unknown="raise"`` raise a ValueError."""
@@ -227,9 +231,7 @@ class CollectionLookup(ServedLookup):
         offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         offsets = _check_offsets(offsets, values.size(0))
         counts = lengths.view(self.features, -1).sum(1)
-        rows = self._find_rows(values, counts)
-        found: Tensor = self.rows(JaggedRows(rows, offsets, counts, weights))
-        return found
+        return self._read(values, offsets, counts, weights)
 
     def example(self, ids: Tensor) -> tuple[Tensor, ...]:
         args = ids, torch.ones_like(ids), torch.ones(len(ids))
@@ -254,10 +256,7 @@ class EmbeddingBagLookup(ServedLookup):
             offsets = torch.cat([offsets, last])
         offsets = _check_offsets(offsets, ids.size(0))
         # The last offset is the number of ids, all of one feature.
-        counts = offsets[-1:]
-        rows = self._find_rows(ids, counts)
-        found: Tensor = self.rows(JaggedRows(rows, offsets, counts, weights))
-        return found
+        return self._read(ids, offsets, offsets[-1:], weights)
 
     def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
         if ids.dim() == 2:
@@ -283,9 +282,8 @@ class EmbeddingLookup(ServedLookup):
         # One bag of all ids. The pooling of this kind of lookup is "none".
         flat = ids.reshape(-1)
         count = torch.full((1,), flat.size(0), dtype=torch.int32, device=ids.device)
-        rows = self._find_rows(flat, count)
-        found: Tensor = self.rows(JaggedRows(rows, F.pad(count, (1, 0)), count))
-        return found.view(ids.size() + found.size()[1:])
+        rows = self._read(flat, F.pad(count, (1, 0)), count)
+        return rows.view(ids.size() + rows.size()[1:])
 
     def look_up(self, ids: Tensor, *_: Tensor | None) -> Tensor:
         found: Tensor = self(ids)
