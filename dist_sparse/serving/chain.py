@@ -7,7 +7,7 @@ a step of their row's grid, or at the nearest step of their column's grid; zeros
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +24,13 @@ from dist_sparse.serving.artifact import (
     StrPath,
     all_kept,
     check_new,
+    checksum,
     ids_in,
     ids_of,
     open_artifact,
     rows_of,
-    update_checksum,
 )
-from dist_sparse.serving.encodings import ENCODINGS, chunks, decode, encode
+from dist_sparse.serving.encodings import ENCODINGS, Tensors, chunks, decode, encode
 from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table, refuse_changed
 
 # encode() finds the nearest code in float64. Its rounding may move a weight that is halfway between
@@ -78,9 +78,9 @@ class MappedTable:
     def gather(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the rows of ids after the last delta, by the names of :attr:`base_rows`. Every id
         must have a row: int64 ``(n,)``."""
-        found = {}
-        for key, rows in self.base_rows.items():
-            found[key] = rows.new_empty(len(ids), rows.shape[1])
+        found = {
+            key: rows.new_empty(len(ids), rows.shape[1]) for key, rows in self.base_rows.items()
+        }
         # Positions of ids whose rows are still to be found.
         left = torch.arange(len(ids))
         # From the last delta back: the last one with a row holds its current value.
@@ -107,9 +107,7 @@ class MappedTable:
                 yield ids[part], self.gather(ids[part])
 
 
-def _copy_rows(
-    target: Mapping[str, Tensor], places: Tensor, source: Mapping[str, Tensor], at: Tensor
-) -> None:
+def _copy_rows(target: Tensors, places: Tensor, source: Tensors, at: Tensor) -> None:
     for key, tensor in target.items():
         tensor.index_copy_(0, places, source[key].index_select(0, at))
 
@@ -149,9 +147,7 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
     return index
 
 
-def compare_rows(
-    name: str, first: int, weight: Tensor, stored: Mapping[str, Tensor], entry: Table
-) -> None:
+def compare_rows(name: str, first: int, weight: Tensor, stored: Tensors, entry: Table) -> None:
     """Compare encoded rows with the rows of the model.
 
     Args:
@@ -267,17 +263,17 @@ def check_artifact(path: StrPath, *deltas: StrPath) -> Chain:
         table = chain.table(name)
         sums = dict.fromkeys(entry.layout(), 0)
         for key, tensor in table.others().items():
-            sums[key] = update_checksum(0, tensor)
+            sums[key] = checksum(tensor)
         for ids, parts in table.parts():
             for key, part in parts.items():
-                sums[key] = update_checksum(sums[key], part, ids)
+                sums[key] = checksum(part, ids, sums[key])
             places = _find_invalid_rows({**table.whole, **parts}, entry).nonzero()
             if len(places):
                 id = int(ids[places[0]])
                 raise ValueError(
                     f"{where}: the row of id {id} of table {name!r} has no valid weights."
                 )
-        if {key: hex_of(checksum) for key, checksum in sums.items()} != entry.checksums:
+        if {key: hex_of(value) for key, value in sums.items()} != entry.checksums:
             raise ValueError(f"{where}: table {name!r} is not the one that the delta leads to.")
     return chain
 
@@ -312,7 +308,7 @@ def merge(base: StrPath, *deltas: StrPath, out: StrPath) -> Manifest:
     return manifest
 
 
-def _find_invalid_rows(stored: Mapping[str, Tensor], entry: Table) -> Tensor:
+def _find_invalid_rows(stored: Tensors, entry: Table) -> Tensor:
     """Return which rows have a weight that is not finite, or a grid that does not hold 0: bool
     ``(n,)``."""
     is_invalid = ~decode(stored, entry.dim).isfinite().all(1)
@@ -328,9 +324,7 @@ def _find_invalid_rows(stored: Mapping[str, Tensor], entry: Table) -> Tensor:
 # Rows are stored in the order of their ids, so all rows behind an added or removed one move.
 
 
-def move_rows(
-    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, new: Mapping[str, Tensor]
-) -> None:
+def move_rows(stored: Tensors, before: RowIndex, after: RowIndex, new: Tensors) -> None:
     """Apply a delta to the rows of a running process, in place. Memory follows the delta's size.
 
     Args:
@@ -359,7 +353,7 @@ def move_rows(
 
 
 def _move_some(
-    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, ids: Tensor, direction: int
+    stored: Tensors, before: RowIndex, after: RowIndex, ids: Tensor, direction: int
 ) -> None:
     """Move the rows of those ids that move to lower places, if ``direction`` is negative, or else
     to higher ones."""

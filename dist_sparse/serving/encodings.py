@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from dist_sparse.codes.books import ENTRIES, LARGEST_HALF, decode_books
 
 Dtype = Literal["fp32", "fp16", "int8", "int4", "codes"]
+# The tensors of a table by name, as in Table.layout().
+Tensors = Mapping[str, Tensor]
 
 
 class Encoding(NamedTuple):
@@ -86,7 +88,7 @@ def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> dict[str
     return {"rows": _pack_nibbles(codes) if bits == 4 else codes, "scale_bias": scale_bias}
 
 
-def decode(stored: Mapping[str, Tensor], columns: int) -> Tensor:
+def decode(stored: Tensors, columns: int) -> Tensor:
     """Return the weights of encoded rows, float32 ``(n, columns)``, as FBGEMM's kernels read them.
 
     Args:
@@ -209,7 +211,7 @@ def _pack_nibbles(codes: Tensor) -> Tensor:
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
-def books_of(stored: Mapping[str, Tensor]) -> Tensor | None:
+def books_of(stored: Tensors) -> Tensor | None:
     """Return the books that decode the bytes of rows, float16 ``(groups, 256, width)``: the
     ``books`` of codes, or books computed from the ``scales`` of columns. Other rows have none."""
     if "scales" not in stored:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,21 +29,22 @@ from dist_sparse.codes.quantize import CodedTraining, sparsifier_or_empty
 from dist_sparse.groups import Group, world_group
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
+    Folders,
     StrPath,
+    absolute_path,
     all_kept,
     bytes_of,
     check_new,
+    checksum,
     folders_of,
     ids_of,
     memory_of,
-    path_of,
     rows_of,
     sum_of_rows,
-    update_checksum,
     words_of,
 )
 from dist_sparse.serving.chain import Chain, MappedTable, compare_rows, open_chain
-from dist_sparse.serving.encodings import ENCODINGS, ColumnSpread, Dtype, encode
+from dist_sparse.serving.encodings import ENCODINGS, ColumnSpread, Dtype, Tensors, encode
 from dist_sparse.serving.manifest import (
     PER_ROW,
     Delta,
@@ -101,7 +102,7 @@ def export(
     path: StrPath,
     dtype: Dtype = "fp32",
     scale: Scale = "row",
-    since: StrPath | Sequence[StrPath] | Exported | None = None,
+    since: Folders | Exported | None = None,
 ) -> Exported:
     """Write the tables of ``model``, without removed weights, to a folder that
     ``dist_sparse.load_served`` reads. Collective: every rank of the world must call it; rank 0
@@ -171,8 +172,7 @@ def export(
         coded = sparse if isinstance(sparse, CodedTraining) else None
         sparsifier = sparsifier_or_empty(sparse) if coded is None else coded.sparsifier
         chosen, by = _check_dtype(dtype, scale, coded)
-        # The working directory may change later.
-        target = Path(os.path.abspath(path_of("path", path)))
+        target = absolute_path("path", path)
         before = _folders_before(since)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
@@ -232,7 +232,7 @@ def _folders_before(since: Any) -> tuple[Path, ...]:
     if since in (None, [], ()):
         # An empty list is the history of a job that has published nothing yet.
         return ()
-    return tuple(Path(os.path.abspath(folder)) for folder in folders_of("since", since))
+    return tuple(absolute_path("since", folder) for folder in folders_of("since", since))
 
 
 def _placement(data: ShardedData) -> list[Any]:
@@ -323,7 +323,7 @@ def _write_table(
     name: str,
     table: Table,
     source: ServedTable,
-    whole: Mapping[str, Tensor],
+    whole: Tensors,
     bar: Bar,
     chunks: Iterator[Tensor],
 ) -> None:
@@ -374,7 +374,7 @@ class DeltaWriter(ArtifactWriter):
         self._manifest, self._chain = manifest, chain
         self._tables: dict[str, _Changes] = {}
 
-    def add(self, table: str, parts: Mapping[str, Tensor], ids: Tensor | None = None) -> None:
+    def add(self, table: str, parts: Tensors, ids: Tensor | None = None) -> None:
         """Compare the next rows of a table. Its tensors that are no rows come first, without
         ``ids``."""
         if ids is not None:
@@ -411,9 +411,7 @@ class _Changes:
         folder: for temporary files.
     """
 
-    def __init__(
-        self, before: MappedTable, after: Table, whole: Mapping[str, Tensor], folder: Path
-    ) -> None:
+    def __init__(self, before: MappedTable, after: Table, whole: Tensors, folder: Path) -> None:
         self._before, self._after, self._whole = before, after, whole
         words = whole.get("kept", all_kept(after.rows))
         self._removed = torch.cat([*ids_of(before.index.words & ~words, after.rows)])
@@ -434,7 +432,7 @@ class _Changes:
             removed_sum = sum_of_rows(self._removed, part)
             self._sums[key] = int(before.entry.checksums[key], 16) - removed_sum
 
-    def add(self, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
+    def add(self, ids: Tensor, parts: Tensors) -> None:
         had_row = rows_of(self._before.index, ids) >= 0
         old, is_changed = self._before.gather(ids[had_row]), ~had_row
         for key, part in parts.items():
@@ -445,11 +443,11 @@ class _Changes:
         for key, part in parts.items():
             new = part[is_changed]
             old_sum = sum_of_rows(ids[had_row & is_changed], old[key][is_changed[had_row]])
-            self._sums[key] = update_checksum(self._sums[key] - old_sum, new, ids[is_changed])
+            self._sums[key] = checksum(new, ids[is_changed], self._sums[key] - old_sum)
             self._spools[key].write(memory_of(new))
 
     def result(self) -> TableDelta:
-        sums = self._sums | {key: update_checksum(0, part) for key, part in self._whole.items()}
+        sums = self._sums | {key: checksum(part) for key, part in self._whole.items()}
         checksums = {key: hex_of(sums[key] % 2**64) for key in self._after.layout()}
         return TableDelta(
             after=replace(self._after, checksums=checksums),

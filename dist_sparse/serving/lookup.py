@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from dist_sparse.checks import refuse
 from dist_sparse.codes.books import ENTRIES, gather_entries
 from dist_sparse.compaction.row_index import RowIndex, RowIndexes
-from dist_sparse.serving.encodings import books_of, decode
+from dist_sparse.serving.encodings import Tensors, books_of, decode
 from dist_sparse.serving.manifest import Collection, Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, SPARSE_TYPES, look_up_stored
 
@@ -47,8 +47,8 @@ class StoredTable:
     """
 
     entry: Table
-    rows: Mapping[str, Tensor]
-    whole: Mapping[str, Tensor]
+    rows: Tensors
+    whole: Tensors
     index: RowIndex
     room: int = 0
 
@@ -68,6 +68,10 @@ class StoredTable:
     def places(self) -> int:
         """The number of rows to allocate."""
         return max(self.room, self.entry.stored)
+
+
+# By name.
+StoredTables = Mapping[str, StoredTable]
 
 
 class JaggedRows(NamedTuple):
@@ -97,7 +101,7 @@ class RowLookup(nn.Module):
 
     mean_columns: Tensor
 
-    def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
+    def __init__(self, tables: StoredTables, features: Sequence[str]) -> None:
         super().__init__()
         entries = [tables[name].entry for name in features]
         self.dims = [entry.dim for entry in entries]
@@ -152,7 +156,7 @@ class RowLookup(nn.Module):
         :meth:`Table.layout`."""
         raise NotImplementedError
 
-    def _fill(self, tables: Mapping[str, StoredTable]) -> None:
+    def _fill(self, tables: StoredTables) -> None:
         """Copy the rows of the tables into the buffers."""
         for name, table in tables.items():
             for key, places in self.stored(name).items():
@@ -166,7 +170,7 @@ class FbgemmLookup(RowLookup):
 
     weights: Tensor
 
-    def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
+    def __init__(self, tables: StoredTables, features: Sequence[str]) -> None:
         super().__init__(tables, features)
         # By table: its first byte, its rows, and the bytes of a row.
         self._shapes: dict[str, tuple[int, int, int]] = {}
@@ -177,16 +181,18 @@ class FbgemmLookup(RowLookup):
             end += -(-table.places * width // _ALIGNMENT) * _ALIGNMENT
         dtype, count = tables[features[0]].entry.dtype, len(features)
         self._has_grids = dtype in ("int8", "int4")
-        columns = F.pad(torch.tensor(self.dims).cumsum(0), (1, 0)).int()
         # The arguments of the operator: see look_up_stored(). It reads all tables from one buffer.
-        self.register_buffer("weights", torch.zeros(end, dtype=torch.uint8))
-        self.register_buffer("no_weights", torch.zeros(0, dtype=torch.uint8))
-        # These are per feature, not per table.
-        self.register_buffer("placements", torch.full((count,), HOST, dtype=torch.int32))
-        starts = [self._shapes[name][0] for name in features]
-        self.register_buffer("starts", torch.tensor(starts))
-        self.register_buffer("types", torch.full((count,), SPARSE_TYPES[dtype], dtype=torch.uint8))
-        self.register_buffer("columns", columns)
+        # All others are per feature, not per table.
+        arguments = {
+            "weights": torch.zeros(end, dtype=torch.uint8),
+            "no_weights": torch.zeros(0, dtype=torch.uint8),
+            "placements": torch.full((count,), HOST, dtype=torch.int32),
+            "starts": torch.tensor([self._shapes[name][0] for name in features]),
+            "types": torch.full((count,), SPARSE_TYPES[dtype], dtype=torch.uint8),
+            "columns": F.pad(torch.tensor(self.dims).cumsum(0), (1, 0)).int(),
+        }
+        for name, argument in arguments.items():
+            self.register_buffer(name, argument)
         self._fill(tables)
         self.total = sum(self.dims)
         # The operator selects a kernel by the widest table of each dtype; 0 for a dtype without
@@ -211,7 +217,7 @@ class LibtorchLookup(RowLookup):
     Sums of float32 rows equal those of ``torch.nn.EmbeddingBag``.
     """
 
-    def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
+    def __init__(self, tables: StoredTables, features: Sequence[str]) -> None:
         super().__init__(tables, features)
         # Tables whose rows have the same columns and codes share a tensor.
         by_shape: dict[tuple[int, int | None], list[str]] = {}
@@ -257,7 +263,7 @@ class _Group(nn.Module):
     book_starts: Tensor
 
     def __init__(
-        self, tables: Mapping[str, StoredTable], members: Sequence[str], features: Sequence[str]
+        self, tables: StoredTables, members: Sequence[str], features: Sequence[str]
     ) -> None:
         super().__init__()
         self.count = 0
@@ -348,7 +354,7 @@ def _of_features(by_table: Mapping[str, int], features: Sequence[str], default: 
 # the entries of books and the steps of a grid exactly.
 
 
-def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.Module:
+def to_fbgemm(collection: Collection, tables: StoredTables) -> nn.Module:
     """See :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
     from dist_sparse.torchrec.kernels import table_batch
 
@@ -369,7 +375,7 @@ def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.M
 
 
 def to_torchrec(
-    collection: Collection, tables: Mapping[str, StoredTable], index: RowIndexes
+    collection: Collection, tables: StoredTables, index: RowIndexes
 ) -> QuantizedCollection:
     """See :meth:`dist_sparse.serving.served.Served.to_torchrec`."""
     from dist_sparse.torchrec.kernels import bag_collection

@@ -8,10 +8,10 @@ a module from tensors to tensors, which is the part that ``torch.export`` can sa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,14 @@ from dist_sparse.compaction.row_index import (
     UnknownLookups,
     check_ids,
 )
-from dist_sparse.serving.artifact import Opened, StrPath, all_kept, folders_of, open_artifact
+from dist_sparse.serving.artifact import (
+    Folders,
+    Opened,
+    StrPath,
+    all_kept,
+    folders_of,
+    open_artifact,
+)
 from dist_sparse.serving.chain import MappedTable, index_after, move_rows, open_next
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -35,6 +42,7 @@ from dist_sparse.serving.lookup import (
     QuantizedCollection,
     RowLookup,
     StoredTable,
+    StoredTables,
     to_fbgemm,
     to_torchrec,
 )
@@ -57,7 +65,7 @@ class ServedLookup(nn.Module):
     """
 
     def __init__(
-        self, tables: dict[str, StoredTable], collection: Collection, fbgemm: bool, unknown: str
+        self, tables: StoredTables, collection: Collection, fbgemm: bool, unknown: str
     ) -> None:
         super().__init__()
         self._collection, self._fbgemm, self.unknown = collection, fbgemm, unknown
@@ -71,16 +79,16 @@ class ServedLookup(nn.Module):
         self.unknown_lookups = UnknownLookups(rows, self._names)
         self._set_tables(tables)
 
-    def _set_tables(self, tables: Mapping[str, StoredTable]) -> None:
+    def _set_tables(self, tables: StoredTables) -> None:
         """Remember what :meth:`tables` can't read back from the modules."""
         # self.rows and self.index have copied rows and indexes. A reference to the originals would
         # keep them in memory a second time, so an index of no rows takes their place.
         no_index = RowIndex(all_kept(0), 0)
-        self._tables: dict[str, StoredTable] = {}
-        for name, table in tables.items():
-            self._tables[name] = replace(table, rows={}, index=no_index)
+        self._tables = {
+            name: replace(table, rows={}, index=no_index) for name, table in tables.items()
+        }
 
-    def _build_index(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
+    def _build_index(self, tables: StoredTables) -> RowIndexes:
         names = list(tables)
         return RowIndexes(
             # Without removed rows, ids are rows.
@@ -92,7 +100,7 @@ class ServedLookup(nn.Module):
             [names.index(name) for name in self._names],
         )
 
-    def _build_row_lookup(self, tables: Mapping[str, StoredTable]) -> RowLookup:
+    def _build_row_lookup(self, tables: StoredTables) -> RowLookup:
         # One FBGEMM call reads all tables, so a single table without a kernel rules it out.
         uses_fbgemm = self._fbgemm and all(table.has_kernel for table in tables.values())
         lookup_class = FbgemmLookup if uses_fbgemm else LibtorchLookup
@@ -162,19 +170,18 @@ class ServedLookup(nn.Module):
 
         return apply_update
 
-    def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
+    def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Any:
         """Look up the tensors that :meth:`Served.forward` takes."""
         if lengths is None or (self._collection.weighted and weights is None):
             raise ValueError(
                 f"{self._collection.path!r} takes ids and their lengths or offsets, and weights if"
                 " it is weighted."
             )
-        found: Tensor = self(ids, lengths, weights)
-        return found
+        return self(ids, lengths, weights)
 
     def example(self, ids: Tensor) -> tuple[Tensor, ...]:
         """Return the arguments of a call with some ids, from which ``torch.export`` traces."""
-        raise NotImplementedError
+        return (ids,)
 
     def _read(
         self, ids: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
@@ -258,7 +265,7 @@ class EmbeddingBagLookup(ServedLookup):
         # The last offset is the number of ids, all of one feature.
         return self._read(ids, offsets, offsets[-1:], weights)
 
-    def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
+    def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Any:
         if ids.dim() == 2:
             # A bag in each row.
             bags, bag_size = ids.size()
@@ -285,12 +292,8 @@ class EmbeddingLookup(ServedLookup):
         rows = self._read(flat, F.pad(count, (1, 0)), count)
         return rows.view(ids.size() + rows.size()[1:])
 
-    def look_up(self, ids: Tensor, *_: Tensor | None) -> Tensor:
-        found: Tensor = self(ids)
-        return found
-
-    def example(self, ids: Tensor) -> tuple[Tensor, ...]:
-        return (ids,)
+    def look_up(self, ids: Tensor, *_: Tensor | None) -> Any:
+        return self(ids)
 
 
 def _check_offsets(offsets: Tensor, count: int) -> Tensor:
@@ -475,7 +478,7 @@ class Served(nn.Module):
 
 @overload
 def load_served(
-    path: StrPath | Sequence[StrPath],
+    path: Folders,
     *,
     fbgemm: bool = True,
     unknown: UnknownIds = "zero",
@@ -485,7 +488,7 @@ def load_served(
 
 @overload
 def load_served(
-    path: StrPath | Sequence[StrPath],
+    path: Folders,
     *,
     fbgemm: bool = True,
     unknown: UnknownIds = "zero",
@@ -494,7 +497,7 @@ def load_served(
 
 
 def load_served(
-    path: StrPath | Sequence[StrPath],
+    path: Folders,
     *,
     fbgemm: bool = True,
     unknown: UnknownIds = "zero",
@@ -541,7 +544,7 @@ def load_served(
         tensor([[3., 4.],
                 [6., 8.]])
     """
-    choice("unknown", unknown, ("zero", "raise", "id0"))
+    choice("unknown", unknown, get_args(UnknownIds))
     fbgemm = fbgemm and kernels.available()
     folders = folders_of("path", path)
     artifact: Opened[Manifest] = open_artifact(folders[0])
