@@ -66,7 +66,7 @@ class MappedTable:
         self.base_rows = {key: tensors.pop(key) for key in PER_ROW & tensors.keys()}
         self.whole = tensors
         # The tensors of each delta: ids, and rows by the names of base_rows.
-        self._layers: list[dict[str, Tensor]] = []
+        self._layers: list[Tensors] = []
         for delta in deltas:
             change = delta.manifest.tables[name]
             tensors = delta.tensors(name)
@@ -75,7 +75,7 @@ class MappedTable:
             self._layers.append(tensors)
             self.entry = change.after
 
-    def gather(self, ids: Tensor) -> dict[str, Tensor]:
+    def gather(self, ids: Tensor) -> Tensors:
         """Return the rows of ids after the last delta, by the names of :attr:`base_rows`. Every id
         must have a row: int64 ``(n,)``."""
         found = {
@@ -95,12 +95,12 @@ class MappedTable:
         _copy_rows(found, left, self.base_rows, rows_of(self._base_index, ids[left]))
         return found
 
-    def others(self) -> dict[str, Tensor]:
+    def others(self) -> Tensors:
         """Return the tensors that are no rows, ``kept`` included."""
         kept = {"kept": self.index.words} if self.entry.kept < self.entry.rows else {}
-        return kept | self.whole
+        return {**kept, **self.whole}
 
-    def parts(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    def parts(self) -> Iterator[tuple[Tensor, Tensors]]:
         """Yield the ids and the rows after the last delta, a few at a time."""
         for ids in ids_of(self.index.words, self.entry.rows, self.entry.default_row):
             for part in chunks(len(ids), self.entry.dim):

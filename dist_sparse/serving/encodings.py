@@ -59,7 +59,7 @@ LEAST_HALF = 2.0**-24
 _CHUNK = 1 << 18
 
 
-def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> dict[str, Tensor]:
+def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> Tensors:
     """Encode rows ``(n, columns)`` of any floating dtype. Codes of books are stored as they are.
 
     A 0 decodes to exactly 0, any other weight to the nearest value.

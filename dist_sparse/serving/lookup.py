@@ -151,7 +151,7 @@ class RowLookup(nn.Module):
     def _pool(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
         raise NotImplementedError
 
-    def stored(self, table: str) -> dict[str, Tensor]:
+    def stored(self, table: str) -> Tensors:
         """Return live views of the rows of a table and of its room for more, by the names of
         :meth:`Table.layout`."""
         raise NotImplementedError
@@ -202,7 +202,7 @@ class FbgemmLookup(RowLookup):
     def _pool(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
         return look_up_stored(self, batch.rows, batch.offsets, pooling, batch.weights)
 
-    def stored(self, table: str) -> dict[str, Tensor]:
+    def stored(self, table: str) -> Tensors:
         """Return live views of a table's bytes: uint8."""
         start, places, width = self._shapes[table]
         whole = self.weights[start : start + places * width].view(places, width)
@@ -240,7 +240,7 @@ class LibtorchLookup(RowLookup):
         outputs = [found[group][feature] for feature, group in enumerate(self._group_of_feature)]
         return torch.cat(outputs, 1)
 
-    def stored(self, table: str) -> dict[str, Tensor]:
+    def stored(self, table: str) -> Tensors:
         """Return live views of a table's rows, and of their scales and biases."""
         group = cast(_Group, self.groups[self._group_of[table]])
         return group.stored(table)
@@ -294,7 +294,7 @@ class _Group(nn.Module):
         starts = {name: size * number for number, name in enumerate(self.places)}
         self.register_buffer("book_starts", _of_features(starts, features, 0))
 
-    def stored(self, table: str) -> dict[str, Tensor]:
+    def stored(self, table: str) -> Tensors:
         """Return live views of a table's rows."""
         return {key: self.get_buffer(key)[self.places[table]] for key in self.keys}
 

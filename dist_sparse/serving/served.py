@@ -71,11 +71,10 @@ class ServedLookup(nn.Module):
         self._collection, self._fbgemm, self.unknown = collection, fbgemm, unknown
         self._names = list(collection.looked_up)
         self.features = len(self._names)
-        entries = {name: table.entry for name, table in tables.items()}
-        self.dims = [entries[name].columns for name in self._names]
+        self.dims = [tables[name].entry.columns for name in self._names]
         self.index = self._build_index(tables)
         self.rows = self._build_row_lookup(tables)
-        rows = {name: entry.rows for name, entry in entries.items()}
+        rows = {name: table.entry.rows for name, table in tables.items()}
         self.unknown_lookups = UnknownLookups(rows, self._names)
         self._set_tables(tables)
 

@@ -285,10 +285,8 @@ def registered_tables(
             addresses = [sparsifier.masks.plain.held(name).data_ptr()]
         # Another model may have tables of the same names, so addresses are compared. Data that is
         # no table may be any parameter.
-        if name in in_model:
-            is_same = addresses == in_model[name]
-        else:
-            is_same = parameters.issuperset(addresses)
+        is_table = name in in_model
+        is_same = addresses == in_model[name] if is_table else parameters.issuperset(addresses)
         if not is_same:
             raise ValueError(
                 f"The sparsifier's {name!r} is none of the model's tables {sorted(in_model)}, or is"
