@@ -120,8 +120,8 @@ class DecodingHooks:
         self._unhooked = {*self.shards}
         self._handles = ExitStack()
         self._lookups: dict[nn.Module, list[nn.Module]] = {}
-        with ExitStack() as undo:
-            undo.callback(self.remove)
+        # On an error the stack removes the hooks; otherwise they move to a stack that stays open.
+        with self._handles:
             for collection in collections_of(model.modules()):
                 self._lookups[collection] = lookups_of(collection)
                 handle = collection.register_forward_pre_hook(Hook(self.check_reshard))
@@ -135,7 +135,7 @@ class DecodingHooks:
                     f"Table {shard.name!r} can't have codes: neither a module of torch's nor a"
                     f" sharded collection of TorchRec's looks up its shard {shard.rect}."
                 )
-            undo.pop_all()
+            self._handles = self._handles.pop_all()
 
     def use(self, books: Mapping[str, Tensor]) -> None:
         """Decode by these books from now on, by table."""

@@ -70,7 +70,7 @@ from dist_sparse.serving.sources import (
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
-from dist_sparse.text import Bar, progress
+from dist_sparse.text import progress
 from dist_sparse.training.sparsify import SparseTraining
 
 
@@ -190,8 +190,7 @@ def export(
     with world.agreeing("export()"):
         # The enforcer zeroes dirty rows when a lookup reads them: some may still be dirty.
         sparsifier.masks.hooks.settle()
-        if coded is not None:
-            tables = _with_codes(tables, coded)
+        tables = _with_codes(tables, coded)
         manifest = Manifest(
             dist_sparse=dist_sparse.__version__,
             dtype=chosen if coded is None else "codes",
@@ -245,7 +244,11 @@ def _placement(data: ShardedData) -> list[Any]:
     return [data.shape, str(data.dtype), data.ranks, data.tiling]
 
 
-def _with_codes(tables: dict[str, ServedTable], coded: CodedTraining) -> dict[str, ServedTable]:
+def _with_codes(
+    tables: dict[str, ServedTable], coded: CodedTraining | None
+) -> dict[str, ServedTable]:
+    if coded is None:
+        return tables
     codes = coded.coded()
     strange = sorted(codes.keys() - tables.keys())
     if strange:
@@ -292,8 +295,21 @@ def _write(
                         spread.add(chunk)
                 whole["scales"] = spread.scales()
             with _streaming(world, source) as chunks:
-                if writer is not None:
-                    _write_table(writer, name, table, source, whole, bar, chunks)
+                if writer is None:
+                    continue
+                writer.add(name, whole)
+                ids, first = source.ids(), 0
+                for chunk in chunks:
+                    refuse_range(name, chunk, table.dtype)
+                    stored = encode(chunk, table.dtype, whole.get("scales"))
+                    # The comparison covers what is served: the files are read back when complete.
+                    compare_rows(name, first, chunk, stored, table)
+                    parts = {key: stored[key].cpu() for key in PER_ROW & stored.keys()}
+                    writer.add(name, parts, ids[first : first + len(chunk)])
+                    first += len(chunk)
+                    bar(len(chunk))
+                if first != len(ids):
+                    raise ValueError(f"Table {name!r}: {first} rows came, and it has {len(ids)}.")
         with world.agreeing("export()"):
             if writer is not None:
                 text = writer.finish(manifest).to_text()
@@ -316,30 +332,6 @@ def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
     with world.agreeing("export()"):
         if error is not None:
             raise error
-
-
-def _write_table(
-    writer: ArtifactWriter,
-    name: str,
-    table: Table,
-    source: ServedTable,
-    whole: Tensors,
-    bar: Bar,
-    chunks: Iterator[Tensor],
-) -> None:
-    writer.add(name, whole)
-    ids, first = source.ids(), 0
-    for rows in chunks:
-        refuse_range(name, rows, table.dtype)
-        stored = encode(rows, table.dtype, whole.get("scales"))
-        # The comparison covers what is served: the files are read back when they are complete.
-        compare_rows(name, first, rows, stored, table)
-        parts = {key: stored[key].cpu() for key in PER_ROW & stored.keys()}
-        writer.add(name, parts, ids[first : first + len(rows)])
-        first += len(rows)
-        bar(len(rows))
-    if first != len(ids):
-        raise ValueError(f"Table {name!r}: {first} rows came, and it has {len(ids)}.")
 
 
 # A delta is written by the same steps as an artifact: DeltaWriter gets the same tensors in the same

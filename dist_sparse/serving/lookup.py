@@ -129,24 +129,21 @@ class RowLookup(nn.Module):
         return self._rotate_back(out, batch.counts) if self.rotated else out
 
     def _rotate_back(self, out: Tensor, counts: Tensor) -> Tensor:
-        if self.pooling == "none":
-            return self._rotate_rows_back(out, counts)
-        parts = list(torch.split(out, self.dims, 1))
-        for feature in self.rotated:
-            parts[feature] = parts[feature] @ self.get_buffer(f"rotation_{feature}")
-        return torch.cat(parts, 1)
-
-    def _rotate_rows_back(self, rows: Tensor, counts: Tensor) -> Tensor:
-        # An exported graph can't split rows by counts, which are values. So every matrix rotates
-        # all rows, and each row takes the result of its feature.
+        rotations = {each: self.get_buffer(f"rotation_{each}") for each in self.rotated}
+        if self.pooling != "none":
+            parts = list(torch.split(out, self.dims, 1))
+            for feature, rotation in rotations.items():
+                parts[feature] = parts[feature] @ rotation
+            return torch.cat(parts, 1)
+        # Rows of a sequence. An exported graph can't split them by counts, which are values. So
+        # every matrix rotates all rows, and each row takes the result of its feature.
         features = torch.arange(len(self.dims), device=counts.device)
-        of = torch.repeat_interleave(features, counts, output_size=rows.size(0)).unsqueeze(1)
-        columns = self.get_buffer(f"rotation_{self.rotated[0]}").size(1)
-        out = F.pad(rows, (0, columns - rows.size(1)))
-        for feature in self.rotated:
-            turned = rows @ self.get_buffer(f"rotation_{feature}")
-            out = torch.where(of == feature, turned, out)
-        return out
+        of = torch.repeat_interleave(features, counts, output_size=out.size(0)).unsqueeze(1)
+        columns = rotations[self.rotated[0]].size(1)
+        rotated = F.pad(out, (0, columns - out.size(1)))
+        for feature, rotation in rotations.items():
+            rotated = torch.where(of == feature, out @ rotation, rotated)
+        return rotated
 
     def _pool(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
         raise NotImplementedError
@@ -281,14 +278,13 @@ class _Group(nn.Module):
         firsts = {name: place.start for name, place in self.places.items()}
         self.register_buffer("firsts", _of_features(firsts, features, -1))
         self.register_buffer("books", None)
-        if one.has_books:
-            self._add_books([books_of(tables[name].whole) for name in members], features)
-
-    def _add_books(self, books: list[Any], features: Sequence[str]) -> None:
-        """Register the books of all tables one after the other, and the places in them where the
-        entries of each group of columns and of each table start."""
+        if not one.has_books:
+            return
+        # The books of all tables one after the other, and where the entries of each group of
+        # columns and of each table start.
+        books: list[Any] = [books_of(tables[name].whole) for name in members]
         size = books[0].shape[0] * ENTRIES
-        self.register_buffer("books", torch.cat(books).flatten(0, 1))
+        self.books = torch.cat(books).flatten(0, 1)
         self.register_buffer("group_starts", torch.arange(0, size, ENTRIES, dtype=torch.int32))
         # Ids of tables in other groups read entry 0, which is zeros in any book.
         starts = {name: size * number for number, name in enumerate(self.places)}

@@ -393,20 +393,17 @@ class Served(nn.Module):
         with self._gate.lookup():
             if isinstance(ids, Tensor):
                 return self.lookup.look_up(ids, lengths, weights)
-            return self._look_up_jagged(ids)
+            path, kind = self._collection.path, type(ids)
+            if not self.features:
+                raise ValueError(
+                    f"Table {path!r} takes tensors, as its torch.nn module did, not {kind}."
+                )
+            from dist_sparse.torchrec import port
 
-    def _look_up_jagged(self, ids: Any) -> Any:
-        path, kind = self._collection.path, type(ids)
-        if not self.features:
-            raise ValueError(
-                f"Table {path!r} takes tensors, as its torch.nn module did, not {kind}."
-            )
-        from dist_sparse.torchrec import port
-
-        values, lengths, weights = port.take(ids, self.features, self._collection.weighted)
-        found = self.lookup(values, lengths, weights)
-        is_pooled = self._collection.kind == "bag"
-        return port.give(found, lengths, self.outputs, self.dims, is_pooled)
+            values, lengths, weights = port.take(ids, self.features, self._collection.weighted)
+            found = self.lookup(values, lengths, weights)
+            is_pooled = self._collection.kind == "bag"
+            return port.give(found, lengths, self.outputs, self.dims, is_pooled)
 
     @property
     def unknown(self) -> dict[str, int]:

@@ -100,7 +100,12 @@ def model_lookups(
         keys = collection.outputs or (None,)
         for key, table in zip(keys, collection.looked_up, strict=True):
             if key in bases:
-                lookups[table].rotation = _rotation(table, bases[key])
+                rotation = bases[key].T.float().cpu().contiguous()
+                if not rotation.isfinite().all():
+                    raise ValueError(
+                        f"Table {table!r}: the matrix that turns its outputs back is not finite."
+                    )
+                lookups[table].rotation = rotation
     # Sorted, so that the files do not depend on the order of the modules.
     return sorted(collections, key=lambda collection: collection.path), lookups
 
@@ -149,14 +154,6 @@ def _describe_collection(
         tables=tuple(names[table.name] for table in whole.tables),
         features=tuple(features),
     )
-
-
-def _rotation(table: str, basis: Tensor) -> Tensor:
-    """Return the matrix that rotates outputs of a table back."""
-    rotation = basis.T.float().cpu().contiguous()
-    if not rotation.isfinite().all():
-        raise ValueError(f"Table {table!r}: the matrix that turns its outputs back is not finite.")
-    return rotation
 
 
 @dataclass(frozen=True, kw_only=True)
