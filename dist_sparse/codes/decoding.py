@@ -101,8 +101,15 @@ class DecodingHooks:
         self._by_weight: dict[tuple[int, torch.Size], CodedShard] = {}
         self.coded: dict[str, ShardedData] = {}
         for data in located:
-            width = data.shape[1] // groups[data.name]
-            _refuse_cut_groups(data, width)
+            rows, columns = data.shape
+            width = columns // groups[data.name]
+            for rect in data.rects:
+                if rect.col % width or rect.cols % width:
+                    raise ValueError(
+                        f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns."
+                        f" Shards of {divisors(columns, width)} columns fit {columns // width}"
+                        " codes."
+                    )
             in_groups = partial(_in_groups, width)
             codes = []
             for rect, weight in data.shards:
@@ -111,7 +118,7 @@ class DecodingHooks:
                 codes.append(Shard(in_groups(rect), shard.codes))
             self.coded[data.name] = replace(
                 data,
-                shape=(data.shape[0], groups[data.name]),
+                shape=(rows, groups[data.name]),
                 dtype=torch.uint8,
                 tiling=tuple(tuple(map(in_groups, rects)) for rects in data.tiling),
                 shards=tuple(codes),
@@ -300,16 +307,6 @@ def _decode_module(shard: CodedShard, module: nn.Module, args: Any, kwargs: Any,
 def _in_groups(width: int, rect: Rect) -> Rect:
     """Return the rectangle of a shard's codes: its columns are groups."""
     return rect._replace(col=rect.col // width, cols=rect.cols // width)
-
-
-def _refuse_cut_groups(data: ShardedData, width: int) -> None:
-    columns = data.shape[1]
-    for rect in data.rects:
-        if rect.col % width or rect.cols % width:
-            raise ValueError(
-                f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns. Shards of"
-                f" {divisors(columns, width)} columns fit {columns // width} codes."
-            )
 
 
 def divisors(columns: int, step: int = 1) -> list[int]:

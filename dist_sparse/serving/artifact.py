@@ -55,7 +55,7 @@ PARTIAL = ".partial"
 
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8"}
 # A manifest of some 100,000 tables. A larger file is refused before it is read into memory.
-_MOST_MANIFEST_BYTES = 1 << 26
+_MOST_BYTES = 1 << 26
 
 
 AnyManifest = TypeVar("AnyManifest", Manifest, Delta)
@@ -148,8 +148,8 @@ def _read(folder: Path, kind: type[AnyManifest]) -> AnyManifest:
     unfinished = f"{folder} is what an unfinished export left: delete it, and export again."
     missing = f"{folder} holds no artifact: there is no {MANIFEST}."
     refuse({unfinished: folder.name.endswith(PARTIAL), missing: not file.is_file()})
-    if file.stat().st_size > _MOST_MANIFEST_BYTES:
-        raise ValueError(f"{file} is refused: it has more than {_MOST_MANIFEST_BYTES} bytes.")
+    if file.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"{file} is refused: it has more than {_MOST_BYTES} bytes.")
     try:
         return kind.from_text(file.read_bytes().decode())
     except ValueError as error:
@@ -340,8 +340,11 @@ def _file_layout(tables: Mapping[str, Any]) -> _FileLayout:
     for name, (dtype, shape) in layout_of(tables).items():
         start = end
         end += size_of(dtype, shape)
-        offsets = [start, end]
-        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
+        entries[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     # The format: 8 bytes of length, JSON, tensors. Padded with spaces, so that tensors are aligned.
     text += b" " * (-len(text) % 8)

@@ -138,11 +138,10 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
     words.index_add_(0, added >> 5, (1 << (added & 31)).int())
     words.index_add_(0, removed >> 5, (1 << (removed & 31)).int(), alpha=-1)
     index = RowIndex(words, before.rows, before.default_row)
-    # Removed ids that had no row, and rows of the delta whose id has none in the end: the sums
-    # above were wrong then, and the index is refused.
-    had_none = int((rows_of(before, removed) < 0).sum())
-    have_none = int((rows_of(index, ids) < 0).sum())
-    if (had_none, have_none, len(added), index.num_kept) != (0, 0, change.came, after.kept):
+    # Removed ids must have had a row, and ids of the delta must have one now. Otherwise the sums
+    # above were wrong, and the index is refused.
+    rows = torch.cat([rows_of(before, removed), rows_of(index, ids)])
+    if (int((rows < 0).sum()), len(added), index.num_kept) != (0, change.came, after.kept):
         raise ValueError(f"{where} do not come and go as it says.")
     return index
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +58,7 @@ from dist_sparse.serving.manifest import (
 )
 from dist_sparse.serving.sources import (
     ServedTable,
+    ServedTables,
     check_zero,
     model_lookups,
     note_delta,
@@ -213,7 +214,7 @@ def export(
     return Exported(target, delta.artifact, delta, before)
 
 
-def _check_dtype(dtype: Any, scale: Any, coded: CodedTraining | None) -> tuple[Dtype, Scale]:
+def _check_dtype(dtype: Any, scale: Any, coded: object) -> tuple[Dtype, Scale]:
     chosen: Any = choice("dtype", dtype, ENCODINGS)
     by: Any = choice("scale", scale, ("row", "column"))
     by_column = f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone."
@@ -244,9 +245,7 @@ def _placement(data: ShardedData) -> list[Any]:
     return [data.shape, str(data.dtype), data.ranks, data.tiling]
 
 
-def _with_codes(
-    tables: dict[str, ServedTable], coded: CodedTraining | None
-) -> dict[str, ServedTable]:
+def _with_codes(tables: ServedTables, coded: CodedTraining | None) -> ServedTables:
     if coded is None:
         return tables
     codes = coded.coded()
@@ -262,7 +261,7 @@ def _with_codes(
 def _write(
     path: Path,
     manifest: Manifest,
-    sources: Mapping[str, ServedTable],
+    sources: ServedTables,
     chain: Chain | None,
     world: Group,
 ) -> str:
@@ -355,9 +354,7 @@ class DeltaWriter(ArtifactWriter):
             chain are read, so its rows are not verified; its bitmaps and ids are.
     """
 
-    def __init__(
-        self, path: Path, manifest: Manifest, chain: Chain, sources: Mapping[str, ServedTable]
-    ) -> None:
+    def __init__(self, path: Path, manifest: Manifest, chain: Chain, sources: ServedTables) -> None:
         for name, source in sources.items():
             chain.artifact.verify_table(name, rows=not source.is_noted)
             for delta in chain.deltas:
@@ -407,11 +404,12 @@ class _Changes:
         self._before, self._after, self._whole = before, after, whole
         words = whole.get("kept", all_kept(after.rows))
         self._removed = torch.cat([*ids_of(before.index.words & ~words, after.rows)])
-        self._replaced = {}
-        for key, tensor in before.whole.items():
-            if not torch.equal(whole[key], tensor):
-                self._replaced[key] = whole[key]
-        self._num_added = 0
+        self._replaced = {
+            key: whole[key]
+            for key, tensor in before.whole.items()
+            if not torch.equal(whole[key], tensor)
+        }
+        self._added = 0
         # torch.cat() refuses an empty list.
         self._ids = [torch.empty(0, dtype=torch.int32)]
         self._spools, self._sums = {}, {}
@@ -430,7 +428,7 @@ class _Changes:
         for key, part in parts.items():
             differs = words_of(part[had_row]) != words_of(old[key])
             is_changed[had_row] |= differs.any(1)
-        self._num_added += int((~had_row).count_nonzero())
+        self._added += int((~had_row).count_nonzero())
         self._ids.append(ids[is_changed].int())
         for key, part in parts.items():
             new = part[is_changed]
@@ -444,7 +442,7 @@ class _Changes:
         return TableDelta(
             after=replace(self._after, checksums=checksums),
             rows=sum(map(len, self._ids)),
-            came=self._num_added,
+            came=self._added,
             gone=len(self._removed),
             whole=tuple(self._replaced),
         )

@@ -70,7 +70,6 @@ class ServedLookup(nn.Module):
         super().__init__()
         self._collection, self._fbgemm, self.unknown = collection, fbgemm, unknown
         self._names = list(collection.looked_up)
-        self.features = len(self._names)
         self.dims = [tables[name].entry.columns for name in self._names]
         self.index = self._build_index(tables)
         self.rows = self._build_row_lookup(tables)
@@ -137,7 +136,7 @@ class ServedLookup(nn.Module):
         """
         before = self.tables()
         after = {}
-        needs_new_lookup = False
+        rebuilds = False
         for name, table in before.items():
             change = delta.manifest.tables[name]
             tensors = delta.tensors(name)
@@ -152,12 +151,12 @@ class ServedLookup(nn.Module):
                 room = entry.stored + entry.stored // 4
             # Rows are moved in place if they fit. Books, scales and rotations are copied into the
             # lookup when it is built.
-            needs_new_lookup |= room > table.places or bool(replaced)
+            rebuilds |= room > table.places or bool(replaced)
             whole = {**table.whole, **replaced}
             after[name] = replace(table, entry=entry, whole=whole, index=index, room=room)
         device = self.index.words.device
         new_index = self._build_index(after).to(device)
-        new_lookup = self._build_row_lookup(after).to(device) if needs_new_lookup else self.rows
+        new_lookup = self._build_row_lookup(after).to(device) if rebuilds else self.rows
 
         def apply_update() -> None:
             # A new lookup was filled with the old rows, in the order of before[name].index too.
@@ -236,7 +235,7 @@ class CollectionLookup(ServedLookup):
         """
         offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         offsets = _check_offsets(offsets, values.size(0))
-        counts = lengths.view(self.features, -1).sum(1)
+        counts = lengths.view(len(self._names), -1).sum(1)
         return self._read(values, offsets, counts, weights)
 
     def example(self, ids: Tensor) -> tuple[Tensor, ...]:
@@ -267,9 +266,9 @@ class EmbeddingBagLookup(ServedLookup):
     def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Any:
         if ids.dim() == 2:
             # A bag in each row.
-            bags, bag_size = ids.size()
+            bags, size = ids.size()
             # With include_last_offset there is one more offset: the end of the last bag.
-            lengths = torch.arange(bags + self._collection.include_last_offset) * bag_size
+            lengths = torch.arange(bags + self._collection.include_last_offset) * size
             ids = ids.reshape(-1)
             if weights is not None:
                 weights = weights.reshape(-1)
@@ -393,10 +392,10 @@ class Served(nn.Module):
         with self._gate.lookup():
             if isinstance(ids, Tensor):
                 return self.lookup.look_up(ids, lengths, weights)
-            path, kind = self._collection.path, type(ids)
             if not self.features:
                 raise ValueError(
-                    f"Table {path!r} takes tensors, as its torch.nn module did, not {kind}."
+                    f"Table {self._collection.path!r} takes tensors, as its torch.nn module did,"
+                    f" not {type(ids)}."
                 )
             from dist_sparse.torchrec import port
 
