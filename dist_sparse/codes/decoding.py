@@ -126,11 +126,11 @@ class DecodingHooks:
         self.shards = [*self._by_weight.values()]
         self._unhooked = {*self.shards}
         self._handles = ExitStack()
-        self._lookups: dict[nn.Module, list[nn.Module]] = {}
+        self._hooked: dict[nn.Module, list[nn.Module]] = {}
         # On an error the stack removes the hooks; otherwise they move to a stack that stays open.
         with self._handles:
             for collection in collections_of(model.modules()):
-                self._lookups[collection] = lookups_of(collection)
+                self._hooked[collection] = lookups_of(collection)
                 handle = collection.register_forward_pre_hook(Hook(self.check_reshard))
                 self._handles.enter_context(handle)
                 for kernel in collection_of(collection).kernels():
@@ -153,7 +153,7 @@ class DecodingHooks:
     def check_reshard(self, *_: Any) -> None:
         """Call ``on_reshard`` if a collection has new lookup modules: a reshard replaces them on
         every rank, so every rank notices."""
-        if any(lookups_of(each) != hooked for each, hooked in self._lookups.items()):
+        if any(lookups_of(each) != hooked for each, hooked in self._hooked.items()):
             self._on_reshard()
 
     def remove(self) -> None:
