@@ -101,8 +101,15 @@ class DecodingHooks:
         self._by_weight: dict[tuple[int, torch.Size], CodedShard] = {}
         self.coded: dict[str, ShardedData] = {}
         for data in located:
-            width = data.shape[1] // groups[data.name]
-            _refuse_cut_groups(data, width)
+            rows, columns = data.shape
+            width = columns // groups[data.name]
+            for rect in data.rects:
+                if rect.col % width or rect.cols % width:
+                    raise ValueError(
+                        f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns."
+                        f" Shards of {divisors(columns, width)} columns fit {columns // width}"
+                        " codes."
+                    )
             in_groups = partial(_in_groups, width)
             codes = []
             for rect, weight in data.shards:
@@ -111,7 +118,7 @@ class DecodingHooks:
                 codes.append(Shard(in_groups(rect), shard.codes))
             self.coded[data.name] = replace(
                 data,
-                shape=(data.shape[0], groups[data.name]),
+                shape=(rows, groups[data.name]),
                 dtype=torch.uint8,
                 tiling=tuple(tuple(map(in_groups, rects)) for rects in data.tiling),
                 shards=tuple(codes),
@@ -119,11 +126,11 @@ class DecodingHooks:
         self.shards = [*self._by_weight.values()]
         self._unhooked = {*self.shards}
         self._handles = ExitStack()
-        self._lookups: dict[nn.Module, list[nn.Module]] = {}
-        with ExitStack() as undo:
-            undo.callback(self.remove)
+        self._hooked: dict[nn.Module, list[nn.Module]] = {}
+        # On an error the stack removes the hooks; otherwise they move to a stack that stays open.
+        with self._handles:
             for collection in collections_of(model.modules()):
-                self._lookups[collection] = lookups_of(collection)
+                self._hooked[collection] = lookups_of(collection)
                 handle = collection.register_forward_pre_hook(Hook(self.check_reshard))
                 self._handles.enter_context(handle)
                 for kernel in collection_of(collection).kernels():
@@ -135,7 +142,7 @@ class DecodingHooks:
                     f"Table {shard.name!r} can't have codes: neither a module of torch's nor a"
                     f" sharded collection of TorchRec's looks up its shard {shard.rect}."
                 )
-            undo.pop_all()
+            self._handles = self._handles.pop_all()
 
     def use(self, books: Mapping[str, Tensor]) -> None:
         """Decode by these books from now on, by table."""
@@ -146,7 +153,7 @@ class DecodingHooks:
     def check_reshard(self, *_: Any) -> None:
         """Call ``on_reshard`` if a collection has new lookup modules: a reshard replaces them on
         every rank, so every rank notices."""
-        if any(lookups_of(each) != hooked for each, hooked in self._lookups.items()):
+        if any(lookups_of(each) != hooked for each, hooked in self._hooked.items()):
             self._on_reshard()
 
     def remove(self) -> None:
@@ -300,16 +307,6 @@ def _decode_module(shard: CodedShard, module: nn.Module, args: Any, kwargs: Any,
 def _in_groups(width: int, rect: Rect) -> Rect:
     """Return the rectangle of a shard's codes: its columns are groups."""
     return rect._replace(col=rect.col // width, cols=rect.cols // width)
-
-
-def _refuse_cut_groups(data: ShardedData, width: int) -> None:
-    columns = data.shape[1]
-    for rect in data.rects:
-        if rect.col % width or rect.cols % width:
-            raise ValueError(
-                f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns. Shards of"
-                f" {divisors(columns, width)} columns fit {columns // width} codes."
-            )
 
 
 def divisors(columns: int, step: int = 1) -> list[int]:

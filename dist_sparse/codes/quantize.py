@@ -192,13 +192,13 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         Raises:
             RuntimeError: the handle is detached.
         """
-        coded = self._live_hooks().coded
+        codes = {name: _saved_codes(data) for name, data in self._live_hooks().coded.items()}
         return {
             "step": self._step,
             "schedule": asdict(self._schedule),
             "fitted": self._is_fitted,
             "books": {name: books.clone() for name, books in self.books.items()},
-            "codes": {name: _saved_codes(data) for name, data in coded.items()},
+            "codes": codes,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from dist_sparse.checks import hex_of, refuse, sync_folder
 from dist_sparse.compaction.row_index import REMOVED, RowIndex
 from dist_sparse.masking.masks import count_bits, unpack
-from dist_sparse.serving.encodings import chunks
+from dist_sparse.serving.encodings import Tensors, chunks
 from dist_sparse.serving.manifest import (
     PER_ROW,
     TABLES,
@@ -46,6 +46,8 @@ from dist_sparse.serving.manifest import (
 from dist_sparse.tables.hashing import STEP, finished
 
 StrPath = str | os.PathLike[str]
+# An artifact, or an artifact and the deltas after it.
+Folders = StrPath | Sequence[StrPath]
 
 MANIFEST = "manifest.json"
 # Suffix of unfinished folders.
@@ -53,7 +55,7 @@ PARTIAL = ".partial"
 
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8"}
 # A manifest of some 100,000 tables. A larger file is refused before it is read into memory.
-_MOST_MANIFEST_BYTES = 1 << 26
+_MOST_BYTES = 1 << 26
 
 
 AnyManifest = TypeVar("AnyManifest", Manifest, Delta)
@@ -99,14 +101,14 @@ class Opened(Generic[AnyManifest]):
             if key in PER_ROW and not rows:
                 continue
             if key in PER_ROW and isinstance(table, Table):
-                checksum, first = 0, 0
+                found, first = 0, 0
                 words = tensors.get("kept", all_kept(table.rows))
                 for ids in ids_of(words, table.rows, table.default_row):
-                    checksum = update_checksum(checksum, tensor[first : first + len(ids)], ids)
+                    found = checksum(tensor[first : first + len(ids)], ids, found)
                     first += len(ids)
             else:
-                checksum = update_checksum(0, tensor)
-            if hex_of(checksum) != table.checksums.get(key):
+                found = checksum(tensor)
+            if hex_of(found) != table.checksums.get(key):
                 raise ValueError(
                     f"{file} is damaged: the checksum of {name + '.' + key!r} does not fit."
                 )
@@ -146,8 +148,8 @@ def _read(folder: Path, kind: type[AnyManifest]) -> AnyManifest:
     unfinished = f"{folder} is what an unfinished export left: delete it, and export again."
     missing = f"{folder} holds no artifact: there is no {MANIFEST}."
     refuse({unfinished: folder.name.endswith(PARTIAL), missing: not file.is_file()})
-    if file.stat().st_size > _MOST_MANIFEST_BYTES:
-        raise ValueError(f"{file} is refused: it has more than {_MOST_MANIFEST_BYTES} bytes.")
+    if file.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"{file} is refused: it has more than {_MOST_BYTES} bytes.")
     try:
         return kind.from_text(file.read_bytes().decode())
     except ValueError as error:
@@ -194,7 +196,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         self._positions = {name: span.start for name, span in layout.spans.items()}
         self._file.write(layout.header)
 
-    def add(self, table: str, parts: Mapping[str, Tensor], ids: Tensor | None = None) -> None:
+    def add(self, table: str, parts: Tensors, ids: Tensor | None = None) -> None:
         """Write the next rows of a table, or its tensors that are no rows: see :meth:`append`."""
         for key, part in parts.items():
             self.append(f"{table}.{key}", part, ids)
@@ -203,13 +205,13 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         """Write the next rows of the tensor ``name``, in the dtype of :meth:`Table.layout`.
 
         Args:
-            ids: of the rows of an artifact, int64 ``(n,)``: see :func:`update_checksum`.
+            ids: of the rows of an artifact, int64 ``(n,)``: see :func:`checksum`.
         """
         # Named, because memory_of() does not keep it alive.
         stored = part.detach().cpu().contiguous()
         self._file.seek(self._positions[name])
         self._positions[name] += self._file.write(memory_of(stored))
-        self._checksums[name] = update_checksum(self._checksums[name], stored, ids)
+        self._checksums[name] = checksum(stored, ids, self._checksums[name])
 
     def seal(self, manifest: AnyManifest) -> AnyManifest:
         """Sync the tables to disk, and return ``manifest`` with their size and checksums."""
@@ -252,7 +254,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def folders_of(name: str, value: Any) -> list[Path]:
+def folders_of(name: str, value: Any) -> list[StrPath]:
     """Return the folders of an argument that is a path, or a list of the paths of an artifact and
     the deltas after it.
 
@@ -262,18 +264,20 @@ def folders_of(name: str, value: Any) -> list[Path]:
     folders = value if isinstance(value, (list, tuple)) else [value]
     if not folders:
         raise ValueError(f"Invalid {name}={value!r}: must name the folder of an artifact first.")
-    return [path_of(name, folder) for folder in folders]
+    for folder in folders:
+        absolute_path(name, folder)
+    return [*folders]
 
 
-def path_of(name: str, value: Any) -> Path:
-    """Return an argument as a path.
+def absolute_path(name: str, value: Any) -> Path:
+    """Return the absolute path of an argument: the working directory may change later.
 
     Raises:
-        ValueError: it is none; ``name`` is for the message.
+        ValueError: it is no path; ``name`` is for the message.
     """
     if not isinstance(value, (str, os.PathLike)):
         raise ValueError(f"Invalid {name}={value!r}: must be the path of a folder.")
-    return Path(value)
+    return Path(os.path.abspath(value))
 
 
 def check_new(path: StrPath) -> Path:
@@ -282,10 +286,11 @@ def check_new(path: StrPath) -> Path:
     Raises:
         ValueError: something is there, or the name is reserved for unfinished exports.
     """
-    target = Path(os.path.abspath(path_of("path", path)))
+    target = absolute_path("path", path)
+    invalid = f"Invalid path={str(path)!r}"
     # lexists() is true for a broken link too.
-    taken = f"Invalid path={str(path)!r}: it exists already; an artifact is never overwritten."
-    partial = f"Invalid path={str(path)!r}: names of unfinished exports end in {PARTIAL!r}."
+    taken = f"{invalid}: it exists already; an artifact is never overwritten."
+    partial = f"{invalid}: names of unfinished exports end in {PARTIAL!r}."
     refuse({taken: os.path.lexists(target), partial: target.name.endswith(PARTIAL)})
     return target
 
@@ -315,10 +320,10 @@ def _map_tensors(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
             )
     # Mapped privately: writes to a tensor do not reach the file.
     raw = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
-    tensors = {}
-    for name, (dtype, shape) in layout_of(manifest.tables).items():
-        tensors[name] = raw[spans[name]].view(dtype).view(shape)
-    return tensors
+    return {
+        name: raw[spans[name]].view(dtype).view(shape)
+        for name, (dtype, shape) in layout_of(manifest.tables).items()
+    }
 
 
 class _FileLayout(NamedTuple):
@@ -335,8 +340,11 @@ def _file_layout(tables: Mapping[str, Any]) -> _FileLayout:
     for name, (dtype, shape) in layout_of(tables).items():
         start = end
         end += size_of(dtype, shape)
-        offsets = [start, end]
-        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
+        entries[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     # The format: 8 bytes of length, JSON, tensors. Padded with spaces, so that tensors are aligned.
     text += b" " * (-len(text) % 8)
@@ -361,16 +369,19 @@ def _is_bitmap_of(table: Any, words: Tensor) -> bool:
     return not bool(beyond) and bool(count_bits(words.view(torch.uint8)) == table.kept)
 
 
-def update_checksum(checksum: int, part: Tensor, ids: Tensor | None = None) -> int:
-    """Return the checksum of a tensor up to the end of ``part``.
+def checksum(part: Tensor, ids: Tensor | None = None, value: int = 0) -> int:
+    """Return the checksum of a tensor up to the end of ``part``, as :func:`zlib.crc32` does.
 
     Rows of an artifact, which come with their ``ids``, have :func:`sum_of_rows`. All other tensors
     have a CRC32.
+
+    Args:
+        value: the checksum up to the beginning of ``part``.
     """
     if ids is None:
         contiguous = part.contiguous()
-        return zlib.crc32(memory_of(contiguous), checksum)
-    return (checksum + sum_of_rows(ids, part)) % 2**64
+        return zlib.crc32(memory_of(contiguous), value)
+    return (value + sum_of_rows(ids, part)) % 2**64
 
 
 def memory_of(tensor: Tensor) -> memoryview:

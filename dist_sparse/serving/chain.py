@@ -7,7 +7,7 @@ a step of their row's grid, or at the nearest step of their column's grid; zeros
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +24,13 @@ from dist_sparse.serving.artifact import (
     StrPath,
     all_kept,
     check_new,
+    checksum,
     ids_in,
     ids_of,
     open_artifact,
     rows_of,
-    update_checksum,
 )
-from dist_sparse.serving.encodings import ENCODINGS, chunks, decode, encode
+from dist_sparse.serving.encodings import ENCODINGS, Tensors, chunks, decode, encode
 from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table, refuse_changed
 
 # encode() finds the nearest code in float64. Its rounding may move a weight that is halfway between
@@ -66,7 +66,7 @@ class MappedTable:
         self.base_rows = {key: tensors.pop(key) for key in PER_ROW & tensors.keys()}
         self.whole = tensors
         # The tensors of each delta: ids, and rows by the names of base_rows.
-        self._layers: list[dict[str, Tensor]] = []
+        self._layers: list[Tensors] = []
         for delta in deltas:
             change = delta.manifest.tables[name]
             tensors = delta.tensors(name)
@@ -75,12 +75,12 @@ class MappedTable:
             self._layers.append(tensors)
             self.entry = change.after
 
-    def gather(self, ids: Tensor) -> dict[str, Tensor]:
+    def gather(self, ids: Tensor) -> Tensors:
         """Return the rows of ids after the last delta, by the names of :attr:`base_rows`. Every id
         must have a row: int64 ``(n,)``."""
-        found = {}
-        for key, rows in self.base_rows.items():
-            found[key] = rows.new_empty(len(ids), rows.shape[1])
+        found = {
+            key: rows.new_empty(len(ids), rows.shape[1]) for key, rows in self.base_rows.items()
+        }
         # Positions of ids whose rows are still to be found.
         left = torch.arange(len(ids))
         # From the last delta back: the last one with a row holds its current value.
@@ -95,21 +95,19 @@ class MappedTable:
         _copy_rows(found, left, self.base_rows, rows_of(self._base_index, ids[left]))
         return found
 
-    def others(self) -> dict[str, Tensor]:
+    def others(self) -> Tensors:
         """Return the tensors that are no rows, ``kept`` included."""
         kept = {"kept": self.index.words} if self.entry.kept < self.entry.rows else {}
-        return kept | self.whole
+        return {**kept, **self.whole}
 
-    def parts(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    def parts(self) -> Iterator[tuple[Tensor, Tensors]]:
         """Yield the ids and the rows after the last delta, a few at a time."""
         for ids in ids_of(self.index.words, self.entry.rows, self.entry.default_row):
             for part in chunks(len(ids), self.entry.dim):
                 yield ids[part], self.gather(ids[part])
 
 
-def _copy_rows(
-    target: Mapping[str, Tensor], places: Tensor, source: Mapping[str, Tensor], at: Tensor
-) -> None:
+def _copy_rows(target: Tensors, places: Tensor, source: Tensors, at: Tensor) -> None:
     for key, tensor in target.items():
         tensor.index_copy_(0, places, source[key].index_select(0, at))
 
@@ -140,18 +138,15 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
     words.index_add_(0, added >> 5, (1 << (added & 31)).int())
     words.index_add_(0, removed >> 5, (1 << (removed & 31)).int(), alpha=-1)
     index = RowIndex(words, before.rows, before.default_row)
-    # Removed ids that had no row, and rows of the delta whose id has none in the end: the sums
-    # above were wrong then, and the index is refused.
-    had_none = int((rows_of(before, removed) < 0).sum())
-    have_none = int((rows_of(index, ids) < 0).sum())
-    if (had_none, have_none, len(added), index.num_kept) != (0, 0, change.came, after.kept):
+    # Removed ids must have had a row, and ids of the delta must have one now. Otherwise the sums
+    # above were wrong, and the index is refused.
+    rows = torch.cat([rows_of(before, removed), rows_of(index, ids)])
+    if (int((rows < 0).sum()), len(added), index.num_kept) != (0, change.came, after.kept):
         raise ValueError(f"{where} do not come and go as it says.")
     return index
 
 
-def compare_rows(
-    name: str, first: int, weight: Tensor, stored: Mapping[str, Tensor], entry: Table
-) -> None:
+def compare_rows(name: str, first: int, weight: Tensor, stored: Tensors, entry: Table) -> None:
     """Compare encoded rows with the rows of the model.
 
     Args:
@@ -197,9 +192,9 @@ class Chain:
         return self.deltas[-1].manifest.artifact if self.deltas else self.artifact.manifest
 
     @property
-    def paths(self) -> tuple[Path, ...]:
-        """Return their folders."""
-        return (self.artifact.path, *(delta.path for delta in self.deltas))
+    def path(self) -> Path:
+        """Return the last folder."""
+        return self.deltas[-1].path if self.deltas else self.artifact.path
 
     def table(self, name: str) -> MappedTable:
         """Return a table after the last delta."""
@@ -262,22 +257,22 @@ def check_artifact(path: StrPath, *deltas: StrPath) -> Chain:
         OSError: a file can't be read.
     """
     chain = open_chain(path, *deltas)
-    where = chain.paths[-1]
+    where = chain.path
     for name, entry in chain.manifest.tables.items():
         table = chain.table(name)
         sums = dict.fromkeys(entry.layout(), 0)
         for key, tensor in table.others().items():
-            sums[key] = update_checksum(0, tensor)
+            sums[key] = checksum(tensor)
         for ids, parts in table.parts():
             for key, part in parts.items():
-                sums[key] = update_checksum(sums[key], part, ids)
+                sums[key] = checksum(part, ids, sums[key])
             places = _find_invalid_rows({**table.whole, **parts}, entry).nonzero()
             if len(places):
                 id = int(ids[places[0]])
                 raise ValueError(
                     f"{where}: the row of id {id} of table {name!r} has no valid weights."
                 )
-        if {key: hex_of(checksum) for key, checksum in sums.items()} != entry.checksums:
+        if {key: hex_of(value) for key, value in sums.items()} != entry.checksums:
             raise ValueError(f"{where}: table {name!r} is not the one that the delta leads to.")
     return chain
 
@@ -307,12 +302,12 @@ def merge(base: StrPath, *deltas: StrPath, out: StrPath) -> Manifest:
                 writer.add(name, parts, ids)
         # The last delta holds the checksums that a full export would have written.
         if writer.seal(manifest) != manifest:
-            raise ValueError(f"{chain.paths[-1]}: the deltas do not add up to what it leads to.")
+            raise ValueError(f"{chain.path}: the deltas do not add up to what it leads to.")
         writer.publish(manifest)
     return manifest
 
 
-def _find_invalid_rows(stored: Mapping[str, Tensor], entry: Table) -> Tensor:
+def _find_invalid_rows(stored: Tensors, entry: Table) -> Tensor:
     """Return which rows have a weight that is not finite, or a grid that does not hold 0: bool
     ``(n,)``."""
     is_invalid = ~decode(stored, entry.dim).isfinite().all(1)
@@ -328,9 +323,7 @@ def _find_invalid_rows(stored: Mapping[str, Tensor], entry: Table) -> Tensor:
 # Rows are stored in the order of their ids, so all rows behind an added or removed one move.
 
 
-def move_rows(
-    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, new: Mapping[str, Tensor]
-) -> None:
+def move_rows(stored: Tensors, before: RowIndex, after: RowIndex, new: Tensors) -> None:
     """Apply a delta to the rows of a running process, in place. Memory follows the delta's size.
 
     Args:
@@ -359,7 +352,7 @@ def move_rows(
 
 
 def _move_some(
-    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, ids: Tensor, direction: int
+    stored: Tensors, before: RowIndex, after: RowIndex, ids: Tensor, direction: int
 ) -> None:
     """Move the rows of those ids that move to lower places, if ``direction`` is negative, or else
     to higher ones."""

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from dist_sparse.codes.books import ENTRIES, LARGEST_HALF, decode_books
 
 Dtype = Literal["fp32", "fp16", "int8", "int4", "codes"]
+# The tensors of a table by name, as in Table.layout().
+Tensors = Mapping[str, Tensor]
 
 
 class Encoding(NamedTuple):
@@ -57,9 +59,10 @@ LEAST_HALF = 2.0**-24
 _CHUNK = 1 << 18
 
 
-def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> dict[str, Tensor]:
-    """Encode rows ``(n, columns)`` of any floating dtype. A 0 decodes to exactly 0, another weight
-    to the nearest value. Codes of books are stored as they are.
+def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> Tensors:
+    """Encode rows ``(n, columns)`` of any floating dtype. Codes of books are stored as they are.
+
+    A 0 decodes to exactly 0, any other weight to the nearest value.
 
     Args:
         weight: of magnitudes up to the encoding's ``largest``.
@@ -85,7 +88,7 @@ def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> dict[str
     return {"rows": _pack_nibbles(codes) if bits == 4 else codes, "scale_bias": scale_bias}
 
 
-def decode(stored: Mapping[str, Tensor], columns: int) -> Tensor:
+def decode(stored: Tensors, columns: int) -> Tensor:
     """Return the weights of encoded rows, float32 ``(n, columns)``, as FBGEMM's kernels read them.
 
     Args:
@@ -208,7 +211,7 @@ def _pack_nibbles(codes: Tensor) -> Tensor:
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
-def books_of(stored: Mapping[str, Tensor]) -> Tensor | None:
+def books_of(stored: Tensors) -> Tensor | None:
     """Return the books that decode the bytes of rows, float16 ``(groups, 256, width)``: the
     ``books`` of codes, or books computed from the ``scales`` of columns. Other rows have none."""
     if "scales" not in stored:

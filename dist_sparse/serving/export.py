@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,21 +29,22 @@ from dist_sparse.codes.quantize import CodedTraining, sparsifier_or_empty
 from dist_sparse.groups import Group, world_group
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
+    Folders,
     StrPath,
+    absolute_path,
     all_kept,
     bytes_of,
     check_new,
+    checksum,
     folders_of,
     ids_of,
     memory_of,
-    path_of,
     rows_of,
     sum_of_rows,
-    update_checksum,
     words_of,
 )
 from dist_sparse.serving.chain import Chain, MappedTable, compare_rows, open_chain
-from dist_sparse.serving.encodings import ENCODINGS, ColumnSpread, Dtype, encode
+from dist_sparse.serving.encodings import ENCODINGS, ColumnSpread, Dtype, Tensors, encode
 from dist_sparse.serving.manifest import (
     PER_ROW,
     Delta,
@@ -57,6 +58,7 @@ from dist_sparse.serving.manifest import (
 )
 from dist_sparse.serving.sources import (
     ServedTable,
+    ServedTables,
     check_zero,
     model_lookups,
     note_delta,
@@ -69,7 +71,7 @@ from dist_sparse.serving.sources import (
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
-from dist_sparse.text import Bar, progress
+from dist_sparse.text import progress
 from dist_sparse.training.sparsify import SparseTraining
 
 
@@ -101,7 +103,7 @@ def export(
     path: StrPath,
     dtype: Dtype = "fp32",
     scale: Scale = "row",
-    since: StrPath | Sequence[StrPath] | Exported | None = None,
+    since: Folders | Exported | None = None,
 ) -> Exported:
     """Write the tables of ``model``, without removed weights, to a folder that
     ``dist_sparse.load_served`` reads. Collective: every rank of the world must call it; rank 0
@@ -171,8 +173,7 @@ def export(
         coded = sparse if isinstance(sparse, CodedTraining) else None
         sparsifier = sparsifier_or_empty(sparse) if coded is None else coded.sparsifier
         chosen, by = _check_dtype(dtype, scale, coded)
-        # The working directory may change later.
-        target = Path(os.path.abspath(path_of("path", path)))
+        target = absolute_path("path", path)
         before = _folders_before(since)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
@@ -190,8 +191,7 @@ def export(
     with world.agreeing("export()"):
         # The enforcer zeroes dirty rows when a lookup reads them: some may still be dirty.
         sparsifier.masks.hooks.settle()
-        if coded is not None:
-            tables = _with_codes(tables, coded)
+        tables = _with_codes(tables, coded)
         manifest = Manifest(
             dist_sparse=dist_sparse.__version__,
             dtype=chosen if coded is None else "codes",
@@ -214,7 +214,7 @@ def export(
     return Exported(target, delta.artifact, delta, before)
 
 
-def _check_dtype(dtype: Any, scale: Any, coded: CodedTraining | None) -> tuple[Dtype, Scale]:
+def _check_dtype(dtype: Any, scale: Any, coded: object) -> tuple[Dtype, Scale]:
     chosen: Any = choice("dtype", dtype, ENCODINGS)
     by: Any = choice("scale", scale, ("row", "column"))
     by_column = f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone."
@@ -232,7 +232,7 @@ def _folders_before(since: Any) -> tuple[Path, ...]:
     if since in (None, [], ()):
         # An empty list is the history of a job that has published nothing yet.
         return ()
-    return tuple(Path(os.path.abspath(folder)) for folder in folders_of("since", since))
+    return tuple(absolute_path("since", folder) for folder in folders_of("since", since))
 
 
 def _placement(data: ShardedData) -> list[Any]:
@@ -245,7 +245,9 @@ def _placement(data: ShardedData) -> list[Any]:
     return [data.shape, str(data.dtype), data.ranks, data.tiling]
 
 
-def _with_codes(tables: dict[str, ServedTable], coded: CodedTraining) -> dict[str, ServedTable]:
+def _with_codes(tables: ServedTables, coded: CodedTraining | None) -> ServedTables:
+    if coded is None:
+        return tables
     codes = coded.coded()
     strange = sorted(codes.keys() - tables.keys())
     if strange:
@@ -259,7 +261,7 @@ def _with_codes(tables: dict[str, ServedTable], coded: CodedTraining) -> dict[st
 def _write(
     path: Path,
     manifest: Manifest,
-    sources: Mapping[str, ServedTable],
+    sources: ServedTables,
     chain: Chain | None,
     world: Group,
 ) -> str:
@@ -292,8 +294,21 @@ def _write(
                         spread.add(chunk)
                 whole["scales"] = spread.scales()
             with _streaming(world, source) as chunks:
-                if writer is not None:
-                    _write_table(writer, name, table, source, whole, bar, chunks)
+                if writer is None:
+                    continue
+                writer.add(name, whole)
+                ids, first = source.ids(), 0
+                for chunk in chunks:
+                    refuse_range(name, chunk, table.dtype)
+                    stored = encode(chunk, table.dtype, whole.get("scales"))
+                    # The comparison covers what is served: the files are read back when complete.
+                    compare_rows(name, first, chunk, stored, table)
+                    parts = {key: stored[key].cpu() for key in PER_ROW & stored.keys()}
+                    writer.add(name, parts, ids[first : first + len(chunk)])
+                    first += len(chunk)
+                    bar(len(chunk))
+                if first != len(ids):
+                    raise ValueError(f"Table {name!r}: {first} rows came, and it has {len(ids)}.")
         with world.agreeing("export()"):
             if writer is not None:
                 text = writer.finish(manifest).to_text()
@@ -318,34 +333,11 @@ def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
             raise error
 
 
-def _write_table(
-    writer: ArtifactWriter,
-    name: str,
-    table: Table,
-    source: ServedTable,
-    whole: Mapping[str, Tensor],
-    bar: Bar,
-    chunks: Iterator[Tensor],
-) -> None:
-    writer.add(name, whole)
-    ids, first = source.ids(), 0
-    for rows in chunks:
-        refuse_range(name, rows, table.dtype)
-        stored = encode(rows, table.dtype, whole.get("scales"))
-        # The comparison covers what is served: the files are read back when they are complete.
-        compare_rows(name, first, rows, stored, table)
-        parts = {key: stored[key].cpu() for key in PER_ROW & stored.keys()}
-        writer.add(name, parts, ids[first : first + len(rows)])
-        first += len(rows)
-        bar(len(rows))
-    if first != len(ids):
-        raise ValueError(f"Table {name!r}: {first} rows came, and it has {len(ids)}.")
-
-
 # A delta is written by the same steps as an artifact: DeltaWriter gets the same tensors in the same
 # order, and finds out what has changed.
 
-_SPOOL_BYTES = 8 << 20  # of spooled rows that are read at once
+# Spooled rows that are read at once.
+_SPOOL_BYTES = 8 << 20
 
 
 class DeltaWriter(ArtifactWriter):
@@ -362,9 +354,7 @@ class DeltaWriter(ArtifactWriter):
             chain are read, so its rows are not verified; its bitmaps and ids are.
     """
 
-    def __init__(
-        self, path: Path, manifest: Manifest, chain: Chain, sources: Mapping[str, ServedTable]
-    ) -> None:
+    def __init__(self, path: Path, manifest: Manifest, chain: Chain, sources: ServedTables) -> None:
         for name, source in sources.items():
             chain.artifact.verify_table(name, rows=not source.is_noted)
             for delta in chain.deltas:
@@ -373,7 +363,7 @@ class DeltaWriter(ArtifactWriter):
         self._manifest, self._chain = manifest, chain
         self._tables: dict[str, _Changes] = {}
 
-    def add(self, table: str, parts: Mapping[str, Tensor], ids: Tensor | None = None) -> None:
+    def add(self, table: str, parts: Tensors, ids: Tensor | None = None) -> None:
         """Compare the next rows of a table. Its tensors that are no rows come first, without
         ``ids``."""
         if ids is not None:
@@ -410,17 +400,16 @@ class _Changes:
         folder: for temporary files.
     """
 
-    def __init__(
-        self, before: MappedTable, after: Table, whole: Mapping[str, Tensor], folder: Path
-    ) -> None:
+    def __init__(self, before: MappedTable, after: Table, whole: Tensors, folder: Path) -> None:
         self._before, self._after, self._whole = before, after, whole
         words = whole.get("kept", all_kept(after.rows))
         self._removed = torch.cat([*ids_of(before.index.words & ~words, after.rows)])
-        self._replaced = {}
-        for key, tensor in before.whole.items():
-            if not torch.equal(whole[key], tensor):
-                self._replaced[key] = whole[key]
-        self._num_added = 0
+        self._replaced = {
+            key: whole[key]
+            for key, tensor in before.whole.items()
+            if not torch.equal(whole[key], tensor)
+        }
+        self._added = 0
         # torch.cat() refuses an empty list.
         self._ids = [torch.empty(0, dtype=torch.int32)]
         self._spools, self._sums = {}, {}
@@ -433,27 +422,27 @@ class _Changes:
             removed_sum = sum_of_rows(self._removed, part)
             self._sums[key] = int(before.entry.checksums[key], 16) - removed_sum
 
-    def add(self, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
+    def add(self, ids: Tensor, parts: Tensors) -> None:
         had_row = rows_of(self._before.index, ids) >= 0
         old, is_changed = self._before.gather(ids[had_row]), ~had_row
         for key, part in parts.items():
             differs = words_of(part[had_row]) != words_of(old[key])
             is_changed[had_row] |= differs.any(1)
-        self._num_added += int((~had_row).count_nonzero())
+        self._added += int((~had_row).count_nonzero())
         self._ids.append(ids[is_changed].int())
         for key, part in parts.items():
             new = part[is_changed]
             old_sum = sum_of_rows(ids[had_row & is_changed], old[key][is_changed[had_row]])
-            self._sums[key] = update_checksum(self._sums[key] - old_sum, new, ids[is_changed])
+            self._sums[key] = checksum(new, ids[is_changed], self._sums[key] - old_sum)
             self._spools[key].write(memory_of(new))
 
     def result(self) -> TableDelta:
-        sums = self._sums | {key: update_checksum(0, part) for key, part in self._whole.items()}
+        sums = self._sums | {key: checksum(part) for key, part in self._whole.items()}
         checksums = {key: hex_of(sums[key] % 2**64) for key in self._after.layout()}
         return TableDelta(
             after=replace(self._after, checksums=checksums),
             rows=sum(map(len, self._ids)),
-            came=self._num_added,
+            came=self._added,
             gone=len(self._removed),
             whole=tuple(self._replaced),
         )

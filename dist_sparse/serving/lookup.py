@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from dist_sparse.checks import refuse
 from dist_sparse.codes.books import ENTRIES, gather_entries
 from dist_sparse.compaction.row_index import RowIndex, RowIndexes
-from dist_sparse.serving.encodings import books_of, decode
+from dist_sparse.serving.encodings import Tensors, books_of, decode
 from dist_sparse.serving.manifest import Collection, Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, SPARSE_TYPES, look_up_stored
 
@@ -47,8 +47,8 @@ class StoredTable:
     """
 
     entry: Table
-    rows: Mapping[str, Tensor]
-    whole: Mapping[str, Tensor]
+    rows: Tensors
+    whole: Tensors
     index: RowIndex
     room: int = 0
 
@@ -65,14 +65,13 @@ class StoredTable:
         return not (is_odd or self.has_books)
 
     @property
-    def needed_index(self) -> RowIndex | None:
-        """The index; None if no row was removed, because ids are rows then."""
-        return self.index if self.entry.kept < self.entry.rows else None
-
-    @property
     def places(self) -> int:
         """The number of rows to allocate."""
         return max(self.room, self.entry.stored)
+
+
+# By name.
+StoredTables = Mapping[str, StoredTable]
 
 
 class JaggedRows(NamedTuple):
@@ -102,7 +101,7 @@ class RowLookup(nn.Module):
 
     mean_columns: Tensor
 
-    def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
+    def __init__(self, tables: StoredTables, features: Sequence[str]) -> None:
         super().__init__()
         entries = [tables[name].entry for name in features]
         self.dims = [entry.dim for entry in entries]
@@ -130,34 +129,31 @@ class RowLookup(nn.Module):
         return self._rotate_back(out, batch.counts) if self.rotated else out
 
     def _rotate_back(self, out: Tensor, counts: Tensor) -> Tensor:
-        if self.pooling == "none":
-            return self._rotate_rows_back(out, counts)
-        parts = list(torch.split(out, self.dims, 1))
-        for feature in self.rotated:
-            parts[feature] = parts[feature] @ self.get_buffer(f"rotation_{feature}")
-        return torch.cat(parts, 1)
-
-    def _rotate_rows_back(self, rows: Tensor, counts: Tensor) -> Tensor:
-        # An exported graph can't split rows by counts, which are values. So every matrix rotates
-        # all rows, and each row takes the result of its feature.
+        rotations = {each: self.get_buffer(f"rotation_{each}") for each in self.rotated}
+        if self.pooling != "none":
+            parts = list(torch.split(out, self.dims, 1))
+            for feature, rotation in rotations.items():
+                parts[feature] = parts[feature] @ rotation
+            return torch.cat(parts, 1)
+        # Rows of a sequence. An exported graph can't split them by counts, which are values. So
+        # every matrix rotates all rows, and each row takes the result of its feature.
         features = torch.arange(len(self.dims), device=counts.device)
-        of = torch.repeat_interleave(features, counts, output_size=rows.size(0)).unsqueeze(1)
-        columns = self.get_buffer(f"rotation_{self.rotated[0]}").size(1)
-        out = F.pad(rows, (0, columns - rows.size(1)))
-        for feature in self.rotated:
-            turned = rows @ self.get_buffer(f"rotation_{feature}")
-            out = torch.where(of == feature, turned, out)
-        return out
+        of = torch.repeat_interleave(features, counts, output_size=out.size(0)).unsqueeze(1)
+        columns = rotations[self.rotated[0]].size(1)
+        rotated = F.pad(out, (0, columns - out.size(1)))
+        for feature, rotation in rotations.items():
+            rotated = torch.where(of == feature, out @ rotation, rotated)
+        return rotated
 
     def _pool(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
         raise NotImplementedError
 
-    def stored(self, table: str) -> dict[str, Tensor]:
+    def stored(self, table: str) -> Tensors:
         """Return live views of the rows of a table and of its room for more, by the names of
         :meth:`Table.layout`."""
         raise NotImplementedError
 
-    def _fill(self, tables: Mapping[str, StoredTable]) -> None:
+    def _fill(self, tables: StoredTables) -> None:
         """Copy the rows of the tables into the buffers."""
         for name, table in tables.items():
             for key, places in self.stored(name).items():
@@ -171,7 +167,7 @@ class FbgemmLookup(RowLookup):
 
     weights: Tensor
 
-    def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
+    def __init__(self, tables: StoredTables, features: Sequence[str]) -> None:
         super().__init__(tables, features)
         # By table: its first byte, its rows, and the bytes of a row.
         self._shapes: dict[str, tuple[int, int, int]] = {}
@@ -182,16 +178,18 @@ class FbgemmLookup(RowLookup):
             end += -(-table.places * width // _ALIGNMENT) * _ALIGNMENT
         dtype, count = tables[features[0]].entry.dtype, len(features)
         self._has_grids = dtype in ("int8", "int4")
-        columns = F.pad(torch.tensor(self.dims).cumsum(0), (1, 0)).int()
         # The arguments of the operator: see look_up_stored(). It reads all tables from one buffer.
-        self.register_buffer("weights", torch.zeros(end, dtype=torch.uint8))
-        self.register_buffer("no_weights", torch.zeros(0, dtype=torch.uint8))
-        # These are per feature, not per table.
-        self.register_buffer("placements", torch.full((count,), HOST, dtype=torch.int32))
-        starts = [self._shapes[name][0] for name in features]
-        self.register_buffer("starts", torch.tensor(starts))
-        self.register_buffer("types", torch.full((count,), SPARSE_TYPES[dtype], dtype=torch.uint8))
-        self.register_buffer("columns", columns)
+        # All others are per feature, not per table.
+        arguments = {
+            "weights": torch.zeros(end, dtype=torch.uint8),
+            "no_weights": torch.zeros(0, dtype=torch.uint8),
+            "placements": torch.full((count,), HOST, dtype=torch.int32),
+            "starts": torch.tensor([self._shapes[name][0] for name in features]),
+            "types": torch.full((count,), SPARSE_TYPES[dtype], dtype=torch.uint8),
+            "columns": F.pad(torch.tensor(self.dims).cumsum(0), (1, 0)).int(),
+        }
+        for name, argument in arguments.items():
+            self.register_buffer(name, argument)
         self._fill(tables)
         self.total = sum(self.dims)
         # The operator selects a kernel by the widest table of each dtype; 0 for a dtype without
@@ -201,7 +199,7 @@ class FbgemmLookup(RowLookup):
     def _pool(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
         return look_up_stored(self, batch.rows, batch.offsets, pooling, batch.weights)
 
-    def stored(self, table: str) -> dict[str, Tensor]:
+    def stored(self, table: str) -> Tensors:
         """Return live views of a table's bytes: uint8."""
         start, places, width = self._shapes[table]
         whole = self.weights[start : start + places * width].view(places, width)
@@ -216,7 +214,7 @@ class LibtorchLookup(RowLookup):
     Sums of float32 rows equal those of ``torch.nn.EmbeddingBag``.
     """
 
-    def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
+    def __init__(self, tables: StoredTables, features: Sequence[str]) -> None:
         super().__init__(tables, features)
         # Tables whose rows have the same columns and codes share a tensor.
         by_shape: dict[tuple[int, int | None], list[str]] = {}
@@ -239,7 +237,7 @@ class LibtorchLookup(RowLookup):
         outputs = [found[group][feature] for feature, group in enumerate(self._group_of_feature)]
         return torch.cat(outputs, 1)
 
-    def stored(self, table: str) -> dict[str, Tensor]:
+    def stored(self, table: str) -> Tensors:
         """Return live views of a table's rows, and of their scales and biases."""
         group = cast(_Group, self.groups[self._group_of[table]])
         return group.stored(table)
@@ -262,7 +260,7 @@ class _Group(nn.Module):
     book_starts: Tensor
 
     def __init__(
-        self, tables: Mapping[str, StoredTable], members: Sequence[str], features: Sequence[str]
+        self, tables: StoredTables, members: Sequence[str], features: Sequence[str]
     ) -> None:
         super().__init__()
         self.count = 0
@@ -280,20 +278,19 @@ class _Group(nn.Module):
         firsts = {name: place.start for name, place in self.places.items()}
         self.register_buffer("firsts", _of_features(firsts, features, -1))
         self.register_buffer("books", None)
-        if one.has_books:
-            self._add_books([books_of(tables[name].whole) for name in members], features)
-
-    def _add_books(self, books: list[Any], features: Sequence[str]) -> None:
-        """Register the books of all tables one after the other, and the places in them where the
-        entries of each group of columns and of each table start."""
+        if not one.has_books:
+            return
+        # The books of all tables one after the other, and where the entries of each group of
+        # columns and of each table start.
+        books: list[Any] = [books_of(tables[name].whole) for name in members]
         size = books[0].shape[0] * ENTRIES
-        self.register_buffer("books", torch.cat(books).flatten(0, 1))
+        self.books = torch.cat(books).flatten(0, 1)
         self.register_buffer("group_starts", torch.arange(0, size, ENTRIES, dtype=torch.int32))
         # Ids of tables in other groups read entry 0, which is zeros in any book.
         starts = {name: size * number for number, name in enumerate(self.places)}
         self.register_buffer("book_starts", _of_features(starts, features, 0))
 
-    def stored(self, table: str) -> dict[str, Tensor]:
+    def stored(self, table: str) -> Tensors:
         """Return live views of a table's rows."""
         return {key: self.get_buffer(key)[self.places[table]] for key in self.keys}
 
@@ -353,7 +350,7 @@ def _of_features(by_table: Mapping[str, int], features: Sequence[str], default: 
 # the entries of books and the steps of a grid exactly.
 
 
-def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.Module:
+def to_fbgemm(collection: Collection, tables: StoredTables) -> nn.Module:
     """See :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
     from dist_sparse.torchrec.kernels import table_batch
 
@@ -374,7 +371,7 @@ def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.M
 
 
 def to_torchrec(
-    collection: Collection, tables: Mapping[str, StoredTable], index: RowIndexes
+    collection: Collection, tables: StoredTables, index: RowIndexes
 ) -> QuantizedCollection:
     """See :meth:`dist_sparse.serving.served.Served.to_torchrec`."""
     from dist_sparse.torchrec.kernels import bag_collection

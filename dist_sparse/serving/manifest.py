@@ -29,7 +29,8 @@ TABLES = "tables.safetensors"
 Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
 Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
-TensorType = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
+# Dtype and shape.
+TensorType = tuple[torch.dtype, tuple[int, ...]]
 Layout = Mapping[str, TensorType]
 
 # Tensors with an entry for each stored row. A delta contains only changed rows of these, and all
@@ -441,11 +442,11 @@ def refuse_changed(before: Manifest, after: Manifest) -> None:
             " export a new base"
         )
     for name, table in after.tables.items():
-        was = vars(before.tables[name])
-        for key in vars(table).keys() - {"kept", "checksums", "before"}:
-            if getattr(table, key) != was[key]:
+        was, now = vars(before.tables[name]), vars(table)
+        for key in now.keys() - {"kept", "checksums", "before"}:
+            if now[key] != was[key]:
                 raise ValueError(
-                    f"table {name!r} has {key}={getattr(table, key)!r}, and had {was[key]!r} in the"
+                    f"table {name!r} has {key}={now[key]!r}, and had {was[key]!r} in the"
                     " artifact that the delta follows: a delta changes rows alone; export a new"
                     " base"
                 )

@@ -8,10 +8,10 @@ a module from tensors to tensors, which is the part that ``torch.export`` can sa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,14 @@ from dist_sparse.compaction.row_index import (
     UnknownLookups,
     check_ids,
 )
-from dist_sparse.serving.artifact import Opened, StrPath, all_kept, folders_of, open_artifact
+from dist_sparse.serving.artifact import (
+    Folders,
+    Opened,
+    StrPath,
+    all_kept,
+    folders_of,
+    open_artifact,
+)
 from dist_sparse.serving.chain import MappedTable, index_after, move_rows, open_next
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -35,6 +42,7 @@ from dist_sparse.serving.lookup import (
     QuantizedCollection,
     RowLookup,
     StoredTable,
+    StoredTables,
     to_fbgemm,
     to_torchrec,
 )
@@ -57,38 +65,40 @@ class ServedLookup(nn.Module):
     """
 
     def __init__(
-        self, tables: dict[str, StoredTable], collection: Collection, fbgemm: bool, unknown: str
+        self, tables: StoredTables, collection: Collection, fbgemm: bool, unknown: str
     ) -> None:
         super().__init__()
         self._collection, self._fbgemm, self.unknown = collection, fbgemm, unknown
         self._names = list(collection.looked_up)
-        self.features = len(self._names)
-        entries = {name: table.entry for name, table in tables.items()}
-        self.dims = [entries[name].columns for name in self._names]
+        self.dims = [tables[name].entry.columns for name in self._names]
         self.index = self._build_index(tables)
         self.rows = self._build_row_lookup(tables)
-        rows = {name: entry.rows for name, entry in entries.items()}
+        rows = {name: table.entry.rows for name, table in tables.items()}
         self.unknown_lookups = UnknownLookups(rows, self._names)
         self._set_tables(tables)
 
-    def _set_tables(self, tables: Mapping[str, StoredTable]) -> None:
+    def _set_tables(self, tables: StoredTables) -> None:
         """Remember what :meth:`tables` can't read back from the modules."""
         # self.rows and self.index have copied rows and indexes. A reference to the originals would
         # keep them in memory a second time, so an index of no rows takes their place.
         no_index = RowIndex(all_kept(0), 0)
-        self._tables: dict[str, StoredTable] = {}
-        for name, table in tables.items():
-            self._tables[name] = replace(table, rows={}, index=no_index)
+        self._tables = {
+            name: replace(table, rows={}, index=no_index) for name, table in tables.items()
+        }
 
-    def _build_index(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
+    def _build_index(self, tables: StoredTables) -> RowIndexes:
         names = list(tables)
         return RowIndexes(
-            [table.needed_index for table in tables.values()],
+            # Without removed rows, ids are rows.
+            [
+                table.index if table.entry.kept < table.entry.rows else None
+                for table in tables.values()
+            ],
             [table.entry.rows for table in tables.values()],
             [names.index(name) for name in self._names],
         )
 
-    def _build_row_lookup(self, tables: Mapping[str, StoredTable]) -> RowLookup:
+    def _build_row_lookup(self, tables: StoredTables) -> RowLookup:
         # One FBGEMM call reads all tables, so a single table without a kernel rules it out.
         uses_fbgemm = self._fbgemm and all(table.has_kernel for table in tables.values())
         lookup_class = FbgemmLookup if uses_fbgemm else LibtorchLookup
@@ -126,7 +136,7 @@ class ServedLookup(nn.Module):
         """
         before = self.tables()
         after = {}
-        needs_new_lookup = False
+        rebuilds = False
         for name, table in before.items():
             change = delta.manifest.tables[name]
             tensors = delta.tensors(name)
@@ -141,12 +151,12 @@ class ServedLookup(nn.Module):
                 room = entry.stored + entry.stored // 4
             # Rows are moved in place if they fit. Books, scales and rotations are copied into the
             # lookup when it is built.
-            needs_new_lookup |= room > table.places or bool(replaced)
+            rebuilds |= room > table.places or bool(replaced)
             whole = {**table.whole, **replaced}
             after[name] = replace(table, entry=entry, whole=whole, index=index, room=room)
         device = self.index.words.device
         new_index = self._build_index(after).to(device)
-        new_lookup = self._build_row_lookup(after).to(device) if needs_new_lookup else self.rows
+        new_lookup = self._build_row_lookup(after).to(device) if rebuilds else self.rows
 
         def apply_update() -> None:
             # A new lookup was filled with the old rows, in the order of before[name].index too.
@@ -158,26 +168,24 @@ class ServedLookup(nn.Module):
 
         return apply_update
 
-    def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
+    def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Any:
         """Look up the tensors that :meth:`Served.forward` takes."""
         if lengths is None or (self._collection.weighted and weights is None):
             raise ValueError(
                 f"{self._collection.path!r} takes ids and their lengths or offsets, and weights if"
                 " it is weighted."
             )
-        found: Tensor = self(ids, lengths, weights)
-        return found
+        return self(ids, lengths, weights)
 
     def example(self, ids: Tensor) -> tuple[Tensor, ...]:
         """Return the arguments of a call with some ids, from which ``torch.export`` traces."""
-        raise NotImplementedError
+        return (ids,)
 
-    def _find_rows(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """Return the rows of ids: int32 ``(n,)``, -1 for an id without a row.
-
-        Args:
-            counts: ``(features,)``, how many ids each feature has.
-        """
+    def _read(
+        self, ids: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """Find the rows of ids, and return them pooled. The other arguments are those of
+        :class:`JaggedRows`."""
         check_ids(ids)
         rows: Tensor = self.index(ids, counts)
         # Counting and raising depend on values, which a traced graph does not have.
@@ -186,7 +194,8 @@ class ServedLookup(nn.Module):
         if self.unknown == "id0":
             # Id 0 may be removed itself, so its row is looked up like any other.
             rows = self.index(torch.where(rows == UNKNOWN, 0, ids), counts)
-        return rows.clamp(min=REMOVED)
+        found: Tensor = self.rows(JaggedRows(rows.clamp(min=REMOVED), offsets, counts, weights))
+        return found
 
     def _count_unknown(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
         """Count the ids out of range, and with ``unknown="raise"`` raise a ValueError."""
@@ -226,10 +235,8 @@ class CollectionLookup(ServedLookup):
         """
         offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         offsets = _check_offsets(offsets, values.size(0))
-        counts = lengths.view(self.features, -1).sum(1)
-        rows = self._find_rows(values, counts)
-        found: Tensor = self.rows(JaggedRows(rows, offsets, counts, weights))
-        return found
+        counts = lengths.view(len(self._names), -1).sum(1)
+        return self._read(values, offsets, counts, weights)
 
     def example(self, ids: Tensor) -> tuple[Tensor, ...]:
         args = ids, torch.ones_like(ids), torch.ones(len(ids))
@@ -254,17 +261,14 @@ class EmbeddingBagLookup(ServedLookup):
             offsets = torch.cat([offsets, last])
         offsets = _check_offsets(offsets, ids.size(0))
         # The last offset is the number of ids, all of one feature.
-        counts = offsets[-1:]
-        rows = self._find_rows(ids, counts)
-        found: Tensor = self.rows(JaggedRows(rows, offsets, counts, weights))
-        return found
+        return self._read(ids, offsets, offsets[-1:], weights)
 
-    def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
+    def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Any:
         if ids.dim() == 2:
             # A bag in each row.
-            bags, bag_size = ids.size()
+            bags, size = ids.size()
             # With include_last_offset there is one more offset: the end of the last bag.
-            lengths = torch.arange(bags + self._collection.include_last_offset) * bag_size
+            lengths = torch.arange(bags + self._collection.include_last_offset) * size
             ids = ids.reshape(-1)
             if weights is not None:
                 weights = weights.reshape(-1)
@@ -283,16 +287,11 @@ class EmbeddingLookup(ServedLookup):
         # One bag of all ids. The pooling of this kind of lookup is "none".
         flat = ids.reshape(-1)
         count = torch.full((1,), flat.size(0), dtype=torch.int32, device=ids.device)
-        rows = self._find_rows(flat, count)
-        found: Tensor = self.rows(JaggedRows(rows, F.pad(count, (1, 0)), count))
-        return found.view(ids.size() + found.size()[1:])
+        rows = self._read(flat, F.pad(count, (1, 0)), count)
+        return rows.view(ids.size() + rows.size()[1:])
 
-    def look_up(self, ids: Tensor, *_: Tensor | None) -> Tensor:
-        found: Tensor = self(ids)
-        return found
-
-    def example(self, ids: Tensor) -> tuple[Tensor, ...]:
-        return (ids,)
+    def look_up(self, ids: Tensor, *_: Tensor | None) -> Any:
+        return self(ids)
 
 
 def _check_offsets(offsets: Tensor, count: int) -> Tensor:
@@ -393,20 +392,17 @@ class Served(nn.Module):
         with self._gate.lookup():
             if isinstance(ids, Tensor):
                 return self.lookup.look_up(ids, lengths, weights)
-            return self._look_up_jagged(ids)
+            if not self.features:
+                raise ValueError(
+                    f"Table {self._collection.path!r} takes tensors, as its torch.nn module did,"
+                    f" not {type(ids)}."
+                )
+            from dist_sparse.torchrec import port
 
-    def _look_up_jagged(self, ids: Any) -> Any:
-        path, kind = self._collection.path, type(ids)
-        if not self.features:
-            raise ValueError(
-                f"Table {path!r} takes tensors, as its torch.nn module did, not {kind}."
-            )
-        from dist_sparse.torchrec import port
-
-        values, lengths, weights = port.take(ids, self.features, self._collection.weighted)
-        found = self.lookup(values, lengths, weights)
-        is_pooled = self._collection.kind == "bag"
-        return port.give(found, lengths, self.outputs, self.dims, is_pooled)
+            values, lengths, weights = port.take(ids, self.features, self._collection.weighted)
+            found = self.lookup(values, lengths, weights)
+            is_pooled = self._collection.kind == "bag"
+            return port.give(found, lengths, self.outputs, self.dims, is_pooled)
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -477,7 +473,7 @@ class Served(nn.Module):
 
 @overload
 def load_served(
-    path: StrPath | Sequence[StrPath],
+    path: Folders,
     *,
     fbgemm: bool = True,
     unknown: UnknownIds = "zero",
@@ -487,7 +483,7 @@ def load_served(
 
 @overload
 def load_served(
-    path: StrPath | Sequence[StrPath],
+    path: Folders,
     *,
     fbgemm: bool = True,
     unknown: UnknownIds = "zero",
@@ -496,7 +492,7 @@ def load_served(
 
 
 def load_served(
-    path: StrPath | Sequence[StrPath],
+    path: Folders,
     *,
     fbgemm: bool = True,
     unknown: UnknownIds = "zero",
@@ -543,7 +539,7 @@ def load_served(
         tensor([[3., 4.],
                 [6., 8.]])
     """
-    choice("unknown", unknown, ("zero", "raise", "id0"))
+    choice("unknown", unknown, get_args(UnknownIds))
     fbgemm = fbgemm and kernels.available()
     folders = folders_of("path", path)
     artifact: Opened[Manifest] = open_artifact(folders[0])

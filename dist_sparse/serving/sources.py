@@ -58,8 +58,8 @@ class Lookup:
     @property
     def is_plain(self) -> bool:
         """Whether the row of an id is the id, and only training on that id changes its outputs."""
-        moved = self.slots is not None or self.rotation is not None
-        return not moved and self.index.stored == self.index.rows
+        is_compact = self.index.stored != self.index.rows
+        return self.slots is None and self.rotation is None and not is_compact
 
 
 def model_lookups(
@@ -91,23 +91,26 @@ def model_lookups(
             lookup.index = indexes.get(table, lookup.index)
             lookup.slots = slots.get(table)
         if isinstance(site, EmbeddingSite):
-            collection = _describe_embedding(lookups, site, names[""])
+            collection = _embedding_of(lookups, site, names[""])
         else:
-            collection = _describe_collection(lookups, site, names)
+            collection = _collection_of(lookups, site, names)
         collections.append(collection)
         # By the key of an output; a torch module has one output, under the key None.
         bases = bases_of_outputs(site.module)
         keys = collection.outputs or (None,)
         for key, table in zip(keys, collection.looked_up, strict=True):
             if key in bases:
-                lookups[table].rotation = _rotation(table, bases[key])
+                rotation = bases[key].T.float().cpu().contiguous()
+                if not rotation.isfinite().all():
+                    raise ValueError(
+                        f"Table {table!r}: the matrix that turns its outputs back is not finite."
+                    )
+                lookups[table].rotation = rotation
     # Sorted, so that the files do not depend on the order of the modules.
     return sorted(collections, key=lambda collection: collection.path), lookups
 
 
-def _describe_embedding(
-    lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str
-) -> Collection:
+def _embedding_of(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) -> Collection:
     module = site.module
     refuse_lookup(name, module)
     # An nn.Embedding has neither `mode` nor `include_last_offset`.
@@ -120,7 +123,7 @@ def _describe_embedding(
     )
 
 
-def _describe_collection(
+def _collection_of(
     lookups: Mapping[str, Lookup], site: CollectionSite, names: Mapping[str, str]
 ) -> Collection:
     inner = site.collection
@@ -149,14 +152,6 @@ def _describe_collection(
         tables=tuple(names[table.name] for table in whole.tables),
         features=tuple(features),
     )
-
-
-def _rotation(table: str, basis: Tensor) -> Tensor:
-    """Return the matrix that rotates outputs of a table back."""
-    rotation = basis.T.float().cpu().contiguous()
-    if not rotation.isfinite().all():
-        raise ValueError(f"Table {table!r}: the matrix that turns its outputs back is not finite.")
-    return rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +240,10 @@ class ServedTable:
                 yield part[chunk]
 
 
+# By name.
+ServedTables = Mapping[str, ServedTable]
+
+
 def _stream(data: ShardedData, is_wanted: Tensor) -> Iterator[Tensor]:
     """Yield the wanted rows on rank 0, in the order in which they are stored. Collective."""
     whole = Rect(0, 0, int(is_wanted.count_nonzero()), data.shape[1])
@@ -274,7 +273,7 @@ def registered_tables(
     Raises:
         ValueError: the sparsifier has tensors that the model has not.
     """
-    in_model = {data.name: _addresses(data) for data in located}
+    tables = {data.name: _addresses(data) for data in located}
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
     registered = {}
     for name in sparsifier.data_groups:
@@ -285,13 +284,10 @@ def registered_tables(
             addresses = [sparsifier.masks.plain.held(name).data_ptr()]
         # Another model may have tables of the same names, so addresses are compared. Data that is
         # no table may be any parameter.
-        if name in in_model:
-            is_same = addresses == in_model[name]
-        else:
-            is_same = parameters.issuperset(addresses)
+        is_same = addresses == tables[name] if name in tables else parameters.issuperset(addresses)
         if not is_same:
             raise ValueError(
-                f"The sparsifier's {name!r} is none of the model's tables {sorted(in_model)}, or is"
+                f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}, or is"
                 " another tensor: export the model that was sparsified, with all of its tables."
             )
     return registered
@@ -306,7 +302,7 @@ def served_tables(
     lookups: Mapping[str, Lookup],
     sparsifier: BaseDataSparsifier,
     registered: Mapping[str, ShardedData],
-) -> dict[str, ServedTable]:
+) -> ServedTables:
     """Return the tables that are served, by name. Collective.
 
     Args:
@@ -328,13 +324,13 @@ def _served_table(data: ShardedData, lookup: Lookup, stored: Tensor) -> ServedTa
         raise ValueError(
             f"Table {data.name!r} has lost rows since it got its default row: it can't be served."
         )
-    if index.stored == index.rows == len(stored):
-        return ServedTable(data=data, rows=data, lookup=lookup, stored=stored, kept=stored)
-    # A compact table may be padded with rows that no id has.
-    stored = stored & (torch.arange(len(stored)) < index.stored)
-    kept = index.kept().cpu()
-    # The table was compacted, and then lost more rows to masks: both must keep an id.
-    kept[kept.clone()] = stored[: index.num_kept]
+    kept = stored
+    if not index.stored == index.rows == len(stored):
+        # A compact table may be padded with rows that no id has.
+        stored = stored & (torch.arange(len(stored)) < index.stored)
+        kept = index.kept().cpu()
+        # The table was compacted, and then lost more rows to masks: both must keep an id.
+        kept[kept.clone()] = stored[: index.num_kept]
     return ServedTable(data=data, rows=data, lookup=lookup, stored=stored, kept=kept)
 
 
@@ -362,7 +358,7 @@ def refuse_range(name: str, weights: Tensor, dtype: str) -> None:
 
 def check_zero(
     sparsifier: BaseDataSparsifier,
-    tables: Mapping[str, ServedTable],
+    tables: ServedTables,
     registered: Mapping[str, ShardedData],
 ) -> None:
     """Refuse removed weights that are not zero, on every rank. Collective."""
@@ -404,11 +400,11 @@ _NOTES: WeakKeyDictionary[BaseDataSparsifier, dict[tuple[Path, ...], _Note]] = W
 
 
 def with_changes(
-    tables: dict[str, ServedTable],
+    tables: ServedTables,
     sparsifier: BaseDataSparsifier,
     registered: Mapping[str, ShardedData],
     before: tuple[Path, ...],
-) -> dict[str, ServedTable]:
+) -> ServedTables:
     """Return the tables with the rows that may have changed since the last delta, if the folders
     ``before`` end with it. Collective."""
     note = _NOTES.get(sparsifier, {}).get(before)
@@ -443,7 +439,7 @@ def refuse_replaced(
 def note_delta(
     folders: tuple[Path, ...],
     artifact: str,
-    tables: Mapping[str, ServedTable],
+    tables: ServedTables,
     sparsifier: BaseDataSparsifier,
 ) -> None:
     """Begin to record what training writes after a delta. Local.
