@@ -183,15 +183,6 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
 
 
-def _packed(mask: BlockMask | Tensor) -> BlockMask:
-    """Return the current mask, packed: mask updates write dense masks of plain data in place."""
-    if isinstance(mask, BlockMask):
-        return mask
-    # A vector becomes a column: each element is a row.
-    matrix = mask.unsqueeze(-1).flatten(1)
-    return BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
-
-
 def state_of(
     optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor
 ) -> dict[str, State]:
@@ -291,8 +282,8 @@ class Target:
         self.stepping, self.clean_at = False, 0
         self.aliases = {id(self.holder.parameter): self.holder.parameter}
 
-    def mask(self) -> BlockMask | Tensor:
-        """Return the current mask: packed bits, or dense for plain data."""
+    def mask(self) -> BlockMask:
+        """Return the current mask."""
         raise NotImplementedError
 
     def zero(self, rows: Tensor | None) -> None:
@@ -368,13 +359,15 @@ class PlainTarget(Target):
 
     store: DenseStore
 
-    def mask(self) -> Tensor:
-        """Return the live mask."""
-        return self.store.mask(self.name)
+    def mask(self) -> BlockMask:
+        """Return the current mask, of a matrix. A mask update writes the stored mask in place."""
+        # A vector becomes a column: each element is a row.
+        matrix = self.store.mask(self.name).unsqueeze(-1).flatten(1)
+        return BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
 
     def zero(self, rows: Tensor | None) -> None:
         """Zero removed weights."""
-        self.weight.data.masked_fill_(self.mask() == 0, 0)
+        self.weight.data.masked_fill_(self.store.mask(self.name) == 0, 0)
 
 
 # Targets that an optimizer steps, each with the optimizer's parameter.
@@ -500,9 +493,9 @@ class DenseWeights:
             for target, parameter in pairs:
                 states = [*state_of(leaf, parameter, target.weight).values()]
                 sums = sums_of(leaf, parameter, target.weight)
-                mask = _packed(target.mask())
                 by_element = keeps_elements(leaf)
-                yield WeightState(target.name, target.weight, mask, states, sums, by_element)
+                weight = target.weight
+                yield WeightState(target.name, weight, target.mask(), states, sums, by_element)
 
     def meet(self, optimizer: torch.optim.Optimizer) -> _Pairs:
         """Return the targets that an optimizer steps, each with the optimizer's parameter. Attach

@@ -325,10 +325,9 @@ class TableBatchHooks:
         self._refuse_cached(stay_zero)
         self._zeroed.use(self._slots, self._slots.keys() - stay_zero)
         by_ids = whole_rows if self._drops_ids else stay_zero
-        kept_rows = {}
         # A table that loses no rows needs no filter.
-        for table in self._zeroed.removing.keys() & by_ids:
-            kept_rows[table] = ~self._slots[table].mask.dead_rows()
+        filtered = self._zeroed.removing.keys() & by_ids
+        kept_rows = {table: ~self._slots[table].mask.dead_rows() for table in filtered}
         self._kept_ids = KeptIds(kept_rows, self._features)
 
     def _refuse_cached(self, stay_zero: set[int]) -> None:
@@ -373,7 +372,7 @@ class TableBatchHooks:
         """Give ids of removed rows the weight 0, unless they were dropped. A forward pre-hook of
         FBGEMM's module."""
         if self._weighs_ids and self._kept_ids:
-            return args, self._batch.weighed(call, self._kept_ids.flags) or call
+            return args, self._batch.weighed(call, self._kept_ids.flags)
         return None
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Tensor) -> None:

@@ -94,10 +94,6 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
     sparsifier.masks.rotation = _Rotation(sparsifier, groups, alone)
 
 
-# Tables by the group of ranks that holds them.
-_TablesByGroup = list[tuple[Group, list[ShardedData]]]
-
-
 class _Rotation:
     """Rotates the tables of a sparsifier.
 
@@ -141,7 +137,7 @@ class _Rotation:
             enforcer.check_rotation(self.names)
             _refuse_unfit(self._sparsifier, located, self.groups)
         # Every rank of a group handles its tables in the same order.
-        by_group: _TablesByGroup = []
+        by_group = []
         for ranks, held in packed.groups.items():
             names = sorted(set(self.names).intersection(held))
             by_group.append((group_over(ranks), [located[name] for name in names]))
@@ -157,8 +153,14 @@ class _Rotation:
             total.copy_(total.cpu().double() @ bases[name])
         enforcer.after_rotation(self.names)
 
-    def _new_bases(self, by_group: _TablesByGroup) -> dict[str, Tensor]:
-        """Return the basis of each table for its current weights. Collective over the groups."""
+    def _new_bases(
+        self, by_group: Iterable[tuple[Group, Sequence[ShardedData]]]
+    ) -> dict[str, Tensor]:
+        """Return the basis of each table for its current weights. Collective over the groups.
+
+        Args:
+            by_group: groups of ranks, each with the tables that it holds.
+        """
         packed = self._sparsifier.masks.tables
         counts = None
         if self._sparsifier.counts_lookups:

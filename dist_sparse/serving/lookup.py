@@ -420,7 +420,7 @@ class QuantizedCollection(nn.Module):
         rows = self.index(values, counts)
         zeros = torch.repeat_interleave(self.zeros, counts, output_size=len(values))
         rows = torch.where(rows < 0, zeros, rows)
-        return self.collection(port.keyed(self.keys, rows, lengths, weights))
+        return self.collection(port.KeyedJaggedTensor(list(self.keys), rows, weights, lengths))
 
 
 def _stored(table: StoredTable, name: str, features: Sequence[str], zeros: int = 0) -> Any:

@@ -273,16 +273,15 @@ def check_writable(data: ShardedData) -> None:
     """
     for shard in data.shards:
         check_memory(data.name, shard.tensor)
-        kind = ""
         if shard.tensor.is_neg():
-            kind = "negated view"
+            raise _not_writable(data.name, "negated view")
         # Torch refuses in-place writes to it outside inference mode.
-        elif shard.tensor.is_inference():
-            kind = "tensor made in inference mode"
-        if kind:
-            raise ValueError(
-                f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in place."
-            )
+        if shard.tensor.is_inference():
+            raise _not_writable(data.name, "tensor made in inference mode")
+
+
+def _not_writable(name: str, kind: str) -> ValueError:
+    return ValueError(f"Table {name!r}: its weights are a {kind}, which can't be zeroed in place.")
 
 
 def check_cached(data: ShardedData, block: Block) -> Block:

@@ -143,9 +143,9 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, _SHARDED)
 
 
-def lookups(module: nn.Module) -> list[nn.Module]:
-    """Return the lookups of a sharded collection, [] of another module."""
-    return list(module._lookups) if isinstance(module, _SHARDED) else []
+def lookups(module: Any) -> list[nn.Module]:
+    """Return the lookups of a sharded collection."""
+    return list(module._lookups)
 
 
 def collection(module: nn.Module) -> Collection | None:
@@ -176,22 +176,6 @@ def table_configs(configs: Sequence[Any]) -> list[TableConfig]:
     return found
 
 
-# Optimizers that write only rows that the batch has looked up.
-ROW_WRITERS = {
-    "SGD",
-    "EXACT_SGD",
-    "LARS_SGD",
-    "LAMB",
-    "PARTIAL_ROWWISE_LAMB",
-    "ADAM",
-    "PARTIAL_ROWWISE_ADAM",
-    "EXACT_ADAGRAD",
-    "ROWWISE_ADAGRAD",
-    "EXACT_ROWWISE_ADAGRAD",
-    "EXACT_ROWWISE_WEIGHTED_ADAGRAD",
-}
-
-
 # Optimizers whose step is 0 where gradient and weight are 0: a sum of multiples of both.
 ZERO_KEEPERS = {
     "SGD",
@@ -199,6 +183,18 @@ ZERO_KEEPERS = {
     "EXACT_ADAGRAD",
     "ROWWISE_ADAGRAD",
     "EXACT_ROWWISE_ADAGRAD",
+}
+
+
+# Optimizers that write only rows that the batch has looked up.
+ROW_WRITERS = {
+    *ZERO_KEEPERS,
+    "LARS_SGD",
+    "LAMB",
+    "PARTIAL_ROWWISE_LAMB",
+    "ADAM",
+    "PARTIAL_ROWWISE_ADAM",
+    "EXACT_ROWWISE_WEIGHTED_ADAGRAD",
 }
 
 
@@ -311,15 +307,13 @@ class FbgemmBatch(Kernel):
         memories = (batch.weights_dev, batch.weights_host, batch.weights_uvm)
         return [memory for memory in memories if memory.numel()]
 
-    def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
+    def weighed(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
         """Return the keywords of a pooled lookup in which some ids have the weight 0; see
         :meth:`~dist_sparse.tables.protocols.TableBatch.weighed`."""
         ids, offsets = call["indices"], call["offsets"]
         if not ids.numel():
-            return None
+            return call
         flags = kept(ids, self._ends(offsets, call.get("batch_size_per_feature_per_rank")))
-        if flags is None:
-            return None
         given = call.get("per_sample_weights")
         if given is not None:
             # The pooling mode stays: FBGEMM's mean of weighted ids must not change.
@@ -333,8 +327,8 @@ class FbgemmBatch(Kernel):
         changed = {**call, "per_sample_weights": weights}
         # Otherwise FBGEMM would compute gradients of the weights, which nothing uses.
         if not weights.requires_grad:
-            silent = torch.zeros(len(self.features), dtype=torch.int32, device=ids.device)
-            changed["feature_requires_grad"] = silent
+            none = torch.zeros(len(self.features), dtype=torch.int32, device=ids.device)
+            changed["feature_requires_grad"] = none
         return changed
 
     def restore_pooling(self) -> None:
@@ -504,14 +498,12 @@ class _TableShards:
     Attributes:
         config: of any shard.
         rects: of all ranks, in kernel order, by the rank's index in its copy of the tables.
-        views: this rank's weights, in the order of its rectangles.
-        kernels: the kernel of each view.
+        views: this rank's weights, in the order of its rectangles, each with its kernel.
     """
 
     config: Any
     rects: defaultdict[int, list[Rect]] = field(default_factory=lambda: defaultdict(list))
-    views: list[Tensor] = field(default_factory=list)
-    kernels: list[Any] = field(default_factory=list)
+    views: list[tuple[Tensor, Any]] = field(default_factory=list)
 
 
 class ShardedTables(UnshardedTables):
@@ -540,7 +532,7 @@ class ShardedTables(UnshardedTables):
         copied = isinstance(env, ShardingEnv2D) and config.local_metadata is not None
         _refuse_unknown_storage(name, config, copied)
         shards = []
-        for rect, view in zip(stored.rects[env.rank], stored.views, strict=True):
+        for rect, (view, kernel) in zip(stored.rects[env.rank], stored.views, strict=True):
             if view.shape != rect[2:]:
                 raise ValueError(
                     f"Table {name!r}: TorchRec's metadata says this rank holds {rect}, its kernel"
@@ -549,9 +541,8 @@ class ShardedTables(UnshardedTables):
             # A row-wise table smaller than the world leaves the last ranks empty pieces.
             if rect.numel:
                 shards.append(Shard(rect, view.data))
-        if config.compute_kernel.value == CACHED:
-            # The caller may read and write the weights until the next lookup.
-            for kernel in stored.kernels:
+            if config.compute_kernel.value == CACHED:
+                # The caller may read and write the weights until the next lookup.
                 Kernel(kernel).write_back()
         return ShardedData(
             name=name,
@@ -573,11 +564,11 @@ class ShardedTables(UnshardedTables):
         that share one copy."""
         env = self._module._env
         if isinstance(env, ShardingEnv2D):
-            # Each row of the mesh holds one copy.
-            mesh = env.device_mesh.mesh
-            indices = torch.arange(mesh.shape[1]).expand_as(mesh)
-            pairs = zip(mesh.flatten().tolist(), indices.flatten().tolist(), strict=True)
-            return dict(sorted(pairs))
+            indices: dict[int, int] = {}
+            # Each row of the mesh is the ranks of one copy.
+            for ranks in env.device_mesh.mesh.tolist():
+                indices |= zip(ranks, range(len(ranks)), strict=True)
+            return dict(sorted(indices.items()))
         if env.world_size == 1:
             return {0: 0}
         if env.process_group is None:
@@ -597,8 +588,7 @@ class ShardedTables(UnshardedTables):
         # the same order: the views of this rank come in the order of its rectangles.
         for kernel in self._torchrec_kernels():
             for config, view in _shard_views(kernel):
-                shards[config.name].views.append(view)
-                shards[config.name].kernels.append(kernel)
+                shards[config.name].views.append((view, kernel))
         return shards
 
     def _shard_configs(self) -> Iterator[tuple[int, Any]]:

@@ -54,8 +54,8 @@ from dist_sparse.torchrec.kernels import select_jagged
 def processes_features(module: nn.Module) -> bool:
     """Return whether a module reads the collection in it without calling it, behind a feature
     processor."""
-    kinds = FeatureProcessedEmbeddingBagCollection, ShardedFeatureProcessedEmbeddingBagCollection
-    return isinstance(module, kinds)
+    processor = FeatureProcessedEmbeddingBagCollection
+    return isinstance(module, processor | ShardedFeatureProcessedEmbeddingBagCollection)
 
 
 def averages(module: nn.Module) -> bool:
@@ -109,10 +109,7 @@ def compact_refusal(model: Any, module: Any) -> str | None:
         " divides those too; give them collections of their own": _misdivided(module, means),
         "need_indices=True is not supported": tables.needs_indices,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            return reason
-    return None
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _module_reasons(module: nn.Module) -> dict[str, bool]:
@@ -306,13 +303,6 @@ def take(
     if list(ids.keys()) != list(features):
         ids = reordered(ids, features)
     return ids.values(), ids.lengths(), ids.weights() if weighted else None
-
-
-def keyed(
-    keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None
-) -> KeyedJaggedTensor:
-    """Return a KeyedJaggedTensor of ids, feature after feature."""
-    return KeyedJaggedTensor(list(keys), values, weights=weights, lengths=lengths)
 
 
 def _refuse_unfit(ids: KeyedJaggedTensor, weighted: bool) -> None:
