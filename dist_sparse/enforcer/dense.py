@@ -188,7 +188,7 @@ def state_of(
 ) -> dict[str, State]:
     """Return the optimizer's state by name for ``weight``: contiguous elements of ``parameter``,
     or all of them, perhaps in another shape."""
-    found: dict[str, State] = {}
+    found = {}
     here = local(parameter)
     first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
     last = first + weight.numel()
@@ -505,7 +505,7 @@ class DenseWeights:
         known, count = self._stepped.get(optimizer, ([], -1))
         if count == len(parameters):
             return known
-        pairs: _Pairs = []
+        pairs = []
         for parameter in parameters:
             for i in self._targets_at(local(parameter)):
                 self.targets[i].aliases[id(parameter)] = parameter
@@ -583,7 +583,11 @@ def packed_targets(
         modules: all modules of the models, as :func:`model_of` has them.
         shards: by the place of the mask.
     """
-    holders = [*_in_modules(modules)]
+    holders = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.append(Holder(parameter, module, name))
     find = same_storage([holder.parameter for holder in holders])
     for place, weight in shards.items():
         indices = find(weight)
@@ -599,10 +603,3 @@ def plain_targets(plain: DenseStore) -> Iterator[Target]:
         # A view, like a constant, keeps no gradient.
         holder = Holder.alone(weight if weight.is_leaf else weight.detach())
         yield PlainTarget(name, weight.data, holder, True, plain)
-
-
-def _in_modules(modules: Iterable[nn.Module]) -> Iterator[Holder]:
-    for module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield Holder(parameter, module, name)

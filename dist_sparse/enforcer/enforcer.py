@@ -71,7 +71,7 @@ class Walked:
     @cached_property
     def shards(self) -> dict[Place, Tensor]:
         """This rank's shards by the places of their masks."""
-        found: dict[Place, Tensor] = {}
+        found = {}
         for name, data in self.located.items():
             for number, shard in enumerate(data.shards):
                 found[Place(name, number)] = shard.tensor
@@ -449,9 +449,9 @@ class MaskEnforcer(Enforcer):
         known = {hooks.module: hooks for hooks in self._batches}
         # By shape too: an empty table has the address of the next one.
         by_memory = {(weight.data_ptr(), weight.shape): place for place, weight in shards.items()}
-        found: dict[TableBatchHooks, dict[int, Place]] = {}
+        found = {}
         for collection, batch in batches_of(collections):
-            registered: dict[int, Place] = {}
+            registered = {}
             for table, weight in enumerate(batch.weights()):
                 if place := by_memory.get((weight.data_ptr(), weight.shape)):
                     registered[table] = place

@@ -154,7 +154,7 @@ class TableBatchHooks:
         # A sum does not change without rows of zeros; a mean divides by the number of ids, and a
         # sequence has a row for each. On a device the host would wait for the number of ids left.
         self._drops_ids = on_cpu and self._batch.pooling == "sum"
-        self._features = list(batch.features)
+        self._features = batch.features
         self._order = StreamOrder(device)
         # The two ways to mask: by ids and by zeroing. _assign_tables() sets their tables.
         self._kept_ids = KeptIds({}, self._features)
@@ -433,7 +433,7 @@ class TableBatchHooks:
 def fused_sums(model: nn.Module) -> dict[int, State]:
     """Return the sums of a model's fused Adagrad optimizers and their initial value, by the address
     of the shard; nothing for other optimizers."""
-    found: dict[int, State] = {}
+    found = {}
     for _, batch in batches_of(collections_of(model.modules())):
         if batch.is_adagrad:
             for weight, states in zip(batch.weights(), batch.states(), strict=True):

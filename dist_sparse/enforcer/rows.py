@@ -161,8 +161,8 @@ class KeptIds:
         """The flags of all tables in one tensor: on a device, each read is a launch. For each
         feature, the start of its table in that tensor, and the number of its rows; one entry more
         in front and behind, for ids of no feature."""
-        flags: list[Tensor] = []
-        spans: dict[int, tuple[int, int]] = {}
+        flags = []
+        spans = {}
         start = 0
         for table, kept in self._kept.items():
             spans[table] = start, len(kept)
@@ -236,7 +236,7 @@ class SampledLookups:
         """Take masks and sums, by the number of the table."""
         if held != self._held:
             self._held = held
-            self._removed = {}
+            self._removed = {table: shard.mask.dead_rows() for table, shard in held.items()}
             self._forwards = 0
 
     def due(self) -> bool:
@@ -250,9 +250,6 @@ class SampledLookups:
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count one forward."""
-        # Once for each mask, and not in use(): masks may be replaced again before any training.
-        if not self._removed:
-            self._removed = {table: shard.mask.dead_rows() for table, shard in self._held.items()}
         for table, rows, belongs in rows_by_feature(self._removed, self._features, ids, ends):
             removed = self._removed[table].index_select(0, rows) & belongs
             self._held[table].samples.add_(torch.stack([belongs.sum(), removed.sum()]))

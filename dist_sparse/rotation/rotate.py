@@ -81,7 +81,7 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         if sparsifier.masks.enforcer is not None:
             _enforcer(sparsifier).check_rotation([*chain.from_iterable(groups)])
         models = [source.model for source in packed.sources if hasattr(source, "model")]
-        alone: dict[str, TableLookup] = {}
+        alone = {}
         for group in groups:
             if len(group) == 1:
                 alone[group[0]] = find_lookup(models, located[group[0]])
@@ -243,32 +243,28 @@ def check_group(group: Sequence[ShardedData]) -> None:
     """
     first = group[0]
     for data in group:
-        unequal = (
-            f"Tables {first.name!r} and {data.name!r} can't be rotated together: widths"
-            f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks}; both"
-            " must be equal."
-        )
-        copied = (
-            f"Table {data.name!r} can't be rotated: its columns are on several ranks, and 2-D"
-            " parallelism trains copies of them; shard it by rows or by table."
-        )
-        width_and_ranks = data.shape[1], data.ranks
         refuse(
             {
-                unequal: width_and_ranks != (first.shape[1], first.ranks),
-                copied: data.copied and not data.has_whole_rows,
+                f"Tables {first.name!r} and {data.name!r} can't be rotated together: widths"
+                f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks}; both"
+                " must be equal.": (data.shape[1], data.ranks) != (first.shape[1], first.ranks),
+                f"Table {data.name!r} can't be rotated: its columns are on several ranks, and 2-D"
+                " parallelism trains copies of them; shard it by rows or by table.": (
+                    data.copied and not data.has_whole_rows
+                ),
             }
         )
 
 
 def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
     """Return the attached enforcer; raise ValueError if there is none."""
-    if not isinstance(sparsifier.masks.enforcer, MaskEnforcer):
+    enforcer = sparsifier.masks.enforcer
+    if not isinstance(enforcer, MaskEnforcer):
         raise ValueError(
             "Tables can't be rotated without an attached MaskEnforcer, which knows the state of"
             " their optimizers."
         )
-    return sparsifier.masks.enforcer
+    return enforcer
 
 
 # How a model looks a table up, and what reads its output.

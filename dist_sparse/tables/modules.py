@@ -563,7 +563,7 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
             f"Data {name!r} has placements {data.placements}: only Shard and Replicate are"
             " supported."
         )
-    held: dict[int, list[Rect]] = {}
+    held = {}
     for position in itertools.product(*map(range, mesh.shape)):
         sizes, offsets = local_shape_and_offset(
             data.shape, mesh.shape, list(position), data.placements

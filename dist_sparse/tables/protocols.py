@@ -193,8 +193,8 @@ class TorchRecPort(Protocol):
         """Return whether a module is a sharded collection."""
 
     def lookups(self, module: nn.Module) -> list[nn.Module]:
-        """Return the lookups of a sharded collection. A reshard makes new ones on every rank, with
-        or without shards. Not in the module tree."""
+        """Return the lookups of a sharded collection, [] of another module. A reshard makes new
+        ones on every rank, with or without shards. Not in the module tree."""
 
     def processes_features(self, module: nn.Module) -> bool:
         """Return whether a module reads the collection in it without calling it, behind a feature

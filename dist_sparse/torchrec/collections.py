@@ -143,9 +143,9 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, _SHARDED)
 
 
-def lookups(module: Any) -> list[nn.Module]:
-    """Return the lookups of a sharded collection."""
-    return list(module._lookups)
+def lookups(module: nn.Module) -> list[nn.Module]:
+    """Return the lookups of a sharded collection, [] of another module."""
+    return list(module._lookups) if isinstance(module, _SHARDED) else []
 
 
 def collection(module: nn.Module) -> Collection | None:
@@ -517,7 +517,10 @@ class ShardedTables(UnshardedTables):
         return {}
 
     def _torchrec_kernels(self) -> Iterator[Any]:
-        return chain.from_iterable(map(_kernels_in, self._module._lookups))
+        for lookup in self._module._lookups:
+            while isinstance(lookup, DistributedDataParallel):
+                lookup = lookup.module
+            yield from lookup._emb_modules
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
         """Return a table as it is stored now, under a registered name.
@@ -587,8 +590,12 @@ class ShardedTables(UnshardedTables):
         # TorchRec has one lookup for each sharding, and one kernel for each of its table groups, in
         # the same order: the views of this rank come in the order of its rectangles.
         for kernel in self._torchrec_kernels():
-            for config, view in _shard_views(kernel):
-                shards[config.name].views.append((view, kernel))
+            # Others are refused by locate(). Reading key-value or virtual tables would allocate all
+            # of their weights.
+            if set(_compute_kernels(kernel)) <= set(_KERNELS):
+                views = kernel.emb_module.split_embedding_weights()
+                for config, view in zip(kernel._config.embedding_tables, views, strict=True):
+                    shards[config.name].views.append((view, kernel))
         return shards
 
     def _shard_configs(self) -> Iterator[tuple[int, Any]]:
@@ -641,21 +648,6 @@ def _rect(config: Any) -> Rect:
     return Rect(*config.local_metadata.shard_offsets, *config.local_metadata.shard_sizes)
 
 
-def _kernels_in(lookup: Any) -> Iterator[Any]:
-    while isinstance(lookup, DistributedDataParallel):
-        lookup = lookup.module
-    yield from lookup._emb_modules
-
-
 def _compute_kernels(kernel: Any) -> list[str]:
     """Return the compute kernel of each table of a kernel."""
     return [config.compute_kernel.value for config in kernel._config.embedding_tables]
-
-
-def _shard_views(kernel: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the config and the live weights of each shard of a kernel."""
-    # Others are refused by locate(). Reading key-value or virtual tables would allocate all of
-    # their weights.
-    if set(_compute_kernels(kernel)) <= set(_KERNELS):
-        configs = kernel._config.embedding_tables
-        yield from zip(configs, kernel.emb_module.split_embedding_weights(), strict=True)

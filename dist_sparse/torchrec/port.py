@@ -299,13 +299,6 @@ def take(
     Raises:
         ValueError: a feature or weights are missing, or batches differ in size by feature.
     """
-    _refuse_unfit(ids, weighted)
-    if list(ids.keys()) != list(features):
-        ids = reordered(ids, features)
-    return ids.values(), ids.lengths(), ids.weights() if weighted else None
-
-
-def _refuse_unfit(ids: KeyedJaggedTensor, weighted: bool) -> None:
     if not isinstance(ids, KeyedJaggedTensor):
         raise ValueError(
             f"Invalid ids, {type(ids)}: must be a KeyedJaggedTensor or tensors of values and"
@@ -322,6 +315,9 @@ def _refuse_unfit(ids: KeyedJaggedTensor, weighted: bool) -> None:
             ),
         }
     )
+    if list(ids.keys()) != list(features):
+        ids = reordered(ids, features)
+    return ids.values(), ids.lengths(), ids.weights() if weighted else None
 
 
 def give(
