@@ -236,7 +236,7 @@ class SampledLookups:
         """Take masks and sums, by the number of the table."""
         if held != self._held:
             self._held = held
-            self._removed = {table: shard.mask.dead_rows() for table, shard in held.items()}
+            self._removed = {}
             self._forwards = 0
 
     def due(self) -> bool:
@@ -250,6 +250,9 @@ class SampledLookups:
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count one forward."""
+        # Once for each mask, and not in use(): an evaluation must not pay for it.
+        if not self._removed:
+            self._removed = {table: shard.mask.dead_rows() for table, shard in self._held.items()}
         for table, rows, belongs in rows_by_feature(self._removed, self._features, ids, ends):
             removed = self._removed[table].index_select(0, rows) & belongs
             self._held[table].samples.add_(torch.stack([belongs.sum(), removed.sum()]))
@@ -431,7 +434,7 @@ class HostRowCleaner:
         flag(self._flags, self._features, ids, ends)
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
-        """Clean the flagged rows among those that a lookup names."""
+        """Clean the flagged rows that a lookup names."""
         for table, span in ids_of_tables(self._slots, self._features, ends):
             weight, mask = self._slots[table]
             if one_pass_is_quicker(mask, ids[span].numel()):

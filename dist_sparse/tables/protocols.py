@@ -201,7 +201,7 @@ class TorchRecPort(Protocol):
         processor."""
 
     def averages(self, module: nn.Module) -> bool:
-        """Return whether a module averages copies of its tables now and then, by its method
+        """Return whether a module averages copies of its tables periodically, by its method
         ``sync``."""
 
     def among(self, features: Any, chosen: Tensor) -> Any:

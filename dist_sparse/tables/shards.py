@@ -1,7 +1,7 @@
 """The rectangles of a global tensor that each rank holds, and the grid of its sparse blocks.
 
 A :class:`ShardedData` describes one tensor at one moment: its global shape, the rectangles of all
-ranks and this rank's live views. It is located again each time it is needed and never kept, because
+ranks and this rank's live views. It is located again for each use and never kept, because
 resharding, loading and memory stashing replace the storage behind it. Nothing here communicates:
 the rectangles of the other ranks come from metadata.
 """
@@ -210,7 +210,7 @@ class Source(Protocol):
         same order on every rank.
 
         Args:
-            names: which, of those that the first call has returned; None is all of them.
+            names: some of the names that the first call has returned; None is all of them.
         """
 
     def find(self, name: str) -> ShardedData:

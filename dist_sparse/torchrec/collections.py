@@ -567,11 +567,11 @@ class ShardedTables(UnshardedTables):
         that share one copy."""
         env = self._module._env
         if isinstance(env, ShardingEnv2D):
-            indices: dict[int, int] = {}
             # Each row of the mesh is the ranks of one copy.
-            for ranks in env.device_mesh.mesh.tolist():
-                indices |= zip(ranks, range(len(ranks)), strict=True)
-            return dict(sorted(indices.items()))
+            mesh = env.device_mesh.mesh
+            copies, size = mesh.shape
+            indices = [*range(size)] * copies
+            return dict(sorted(zip(mesh.flatten().tolist(), indices, strict=True)))
         if env.world_size == 1:
             return {0: 0}
         if env.process_group is None:

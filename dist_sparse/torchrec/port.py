@@ -59,7 +59,7 @@ def processes_features(module: nn.Module) -> bool:
 
 
 def averages(module: nn.Module) -> bool:
-    """Return whether a module averages copies of its tables now and then, by its method
+    """Return whether a module averages copies of its tables periodically, by its method
     ``sync``."""
     return isinstance(module, DMPCollection)
 
