@@ -441,8 +441,8 @@ class DenseWeights:
     def hook(self) -> None:
         """Attach the hooks."""
         for leaf in self._optimizers:
-            self.meet(leaf)
-        _meet_new_optimizers()
+            self.find_targets(leaf)
+        _watch_new_optimizers()
         _hooked.add(self)
         for target in self.targets:
             self._hook_owner(target.holder.module, target)
@@ -497,7 +497,7 @@ class DenseWeights:
                 weight = target.weight
                 yield WeightState(target.name, weight, target.mask(), states, sums, by_element)
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> _Pairs:
+    def find_targets(self, optimizer: torch.optim.Optimizer) -> _Pairs:
         """Return the targets that an optimizer steps, each with the optimizer's parameter. Attach
         hooks to it at the first call."""
         # add_param_group() adds parameters, and nothing removes any: the count tells of new ones.
@@ -525,7 +525,7 @@ class DenseWeights:
 
     @timed
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for target, parameter in self.meet(optimizer):
+        for target, parameter in self.find_targets(optimizer):
             # Earlier writes first: _after_step() may clean the rows of the gradient only.
             self._clean(target)
             # Dirty until _after_step(): hooks that run before it may read the weight.
@@ -533,7 +533,7 @@ class DenseWeights:
 
     @timed
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for target, parameter in self.meet(optimizer):
+        for target, parameter in self.find_targets(optimizer):
             # Torch's optimizers do not write a parameter without a gradient.
             if target.dirty or parameter.grad is not None:
                 target.clean(step_rows(optimizer, parameter))
@@ -548,17 +548,17 @@ _hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()
 
 
 @cache
-def _meet_new_optimizers() -> RemovableHandle:
-    """Attach, once for the process, a hook that meets optimizers made later. It is never removed:
+def _watch_new_optimizers() -> RemovableHandle:
+    """Attach, once for the process, a hook that finds optimizers made later. It is never removed:
     the last instance may be freed while torch iterates over its hooks."""
 
-    def meet(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # A wrapper calls the step of its inner optimizer, which runs this hook too.
         if not hasattr(optimizer, "_optimizer") and torchrec_parts(optimizer) is None:
             for weights in list(_hooked):
-                weights.meet(optimizer)
+                weights.find_targets(optimizer)
 
-    return register_optimizer_step_pre_hook(meet)
+    return register_optimizer_step_pre_hook(before_step)
 
 
 def _sample(

@@ -352,7 +352,7 @@ class TableBatchHooks:
         self._refresh()
         requested = passed = args[0]
         if self._drops_ids and self._kept_ids:
-            passed = self._kept_ids.among(requested)
+            passed = self._kept_ids.select(requested)
         # The weight 0 keeps gradients from removed rows. Without a backward, a lookup may read
         # them: they are rows of zeros.
         self._weighs_ids = passed is requested and torch.is_grad_enabled()
@@ -372,7 +372,7 @@ class TableBatchHooks:
         """Give ids of removed rows the weight 0, unless they were dropped. A forward pre-hook of
         FBGEMM's module."""
         if self._weighs_ids and self._kept_ids:
-            return args, self._batch.weighed(call, self._kept_ids.flags)
+            return args, self._batch.mask_weights(call, self._kept_ids.flags)
         return None
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Tensor) -> None:

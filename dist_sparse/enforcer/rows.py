@@ -135,7 +135,7 @@ class KeptIds:
             torch.index_select(kept, 0, rows, out=flags[span])
         return flags
 
-    def among(self, features: Any) -> Any:
+    def select(self, features: Any) -> Any:
         """Return a KeyedJaggedTensor of the kept ids in ``features`` and their weights, on a CPU.
         Gradients flow back to all weights, 0 to the weights of dropped ids.
 
@@ -148,7 +148,7 @@ class KeptIds:
             return features
         torchrec = torchrec_port()
         assert torchrec is not None  # the features are one of its types
-        return torchrec.among(features, chosen)
+        return torchrec.select_ids(features, chosen)
 
     def _flags_on_device(self, ids: Tensor, ends: Tensor) -> Tensor:
         flags, starts, rows = self._concatenated

@@ -43,7 +43,7 @@ from dist_sparse.serving.manifest import (
     layout_of,
     size_of,
 )
-from dist_sparse.tables.hashing import STEP, finished
+from dist_sparse.tables.hashing import STEP, mix64
 
 StrPath = str | os.PathLike[str]
 
@@ -376,7 +376,7 @@ def sum_of_rows(ids: Tensor, rows: Tensor) -> int:
     for some in chunks(*words.shape):
         # Overflow is meant: sums and products are those of integers modulo 2**64.
         hashes = torch.mv(words[some].long(), factors[1:]) + ids[some].long() * factors[0]
-        total += int(finished(hashes).sum())
+        total += int(mix64(hashes).sum())
     return total % 2**64
 
 
@@ -392,7 +392,7 @@ def words_of(rows: Tensor) -> Tensor:
 @cache
 def _factors(count: int) -> Tensor:
     # SplitMix64's numbers, and odd ones: no bit of a word is lost.
-    return finished(torch.arange(1, count + 1) * STEP) | 1
+    return mix64(torch.arange(1, count + 1) * STEP) | 1
 
 
 def all_kept(rows: int) -> Tensor:

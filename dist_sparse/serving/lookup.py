@@ -415,7 +415,7 @@ class QuantizedCollection(nn.Module):
         of range, count as zeros."""
         from dist_sparse.torchrec import port
 
-        values, lengths, weights = port.take(ids, self.features, self.weighted)
+        values, lengths, weights = port.unpack_ids(ids, self.features, self.weighted)
         counts = lengths.view(len(self.features), -1).sum(1)
         rows = self.index(values, counts)
         zeros = torch.repeat_interleave(self.zeros, counts, output_size=len(values))

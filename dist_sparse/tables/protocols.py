@@ -24,7 +24,7 @@ class TableConfig(NamedTuple):
     pooling: Literal["sum", "mean", "none"]
 
 
-# Which ids of a lookup keep their weight; see TableBatch.weighed().
+# Which ids of a lookup keep their weight; see TableBatch.mask_weights().
 KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor]
 
 
@@ -91,7 +91,7 @@ class TableBatch(LookupKernel, Protocol):
     def storage(self) -> list[Tensor]:
         """Return the tensors that hold the weights of all shards."""
 
-    def weighed(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
+    def mask_weights(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
         """Return the keywords of a pooled lookup in which some ids have the weight 0: their rows
         add nothing to the output, and get the gradient 0. Call :meth:`restore_pooling` after the
         lookup.
@@ -103,7 +103,7 @@ class TableBatch(LookupKernel, Protocol):
         """
 
     def restore_pooling(self) -> None:
-        """Pool as before :meth:`weighed`."""
+        """Pool as before :meth:`mask_weights`."""
 
     def hyperparameters(self) -> dict[str, float]:
         """Return the optimizer's hyperparameters that FBGEMM can change, and its step count."""
@@ -204,7 +204,7 @@ class TorchRecPort(Protocol):
         """Return whether a module averages copies of its tables periodically, by its method
         ``sync``."""
 
-    def among(self, features: Any, chosen: Tensor) -> Any:
+    def select_ids(self, features: Any, chosen: Tensor) -> Any:
         """Return a KeyedJaggedTensor of the ``chosen`` ids, bool ``(n,)``, and their weights,
         through which gradients flow back."""
 

@@ -307,9 +307,9 @@ class FbgemmBatch(Kernel):
         memories = (batch.weights_dev, batch.weights_host, batch.weights_uvm)
         return [memory for memory in memories if memory.numel()]
 
-    def weighed(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
+    def mask_weights(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
         """Return the keywords of a pooled lookup in which some ids have the weight 0; see
-        :meth:`~dist_sparse.tables.protocols.TableBatch.weighed`."""
+        :meth:`~dist_sparse.tables.protocols.TableBatch.mask_weights`."""
         ids, offsets = call["indices"], call["offsets"]
         if not ids.numel():
             return call
@@ -332,7 +332,7 @@ class FbgemmBatch(Kernel):
         return changed
 
     def restore_pooling(self) -> None:
-        """Pool as before :meth:`weighed`."""
+        """Pool as before :meth:`mask_weights`."""
         self._batch.pooling_mode = self._own_pooling
 
     def _ends(

@@ -290,7 +290,7 @@ def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTen
     return ids.permute([places[feature] for feature in features])
 
 
-def take(
+def unpack_ids(
     ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return values, lengths and weights (None if the collection is not weighted) in the order of
@@ -320,7 +320,7 @@ def take(
     return ids.values(), ids.lengths(), ids.weights() if weighted else None
 
 
-def give(
+def pack_outputs(
     rows: Tensor, lengths: Tensor, outputs: Sequence[str], dims: Sequence[int], pooled: bool
 ) -> KeyedTensor | dict[str, JaggedTensor]:
     """Return pooled rows as a KeyedTensor, or the rows of ids as one JaggedTensor per output."""
@@ -335,7 +335,7 @@ def give(
     }
 
 
-def among(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
+def select_ids(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
     """Return a KeyedJaggedTensor of the ``chosen`` ids, bool ``(n,)``, and their weights, through
     which gradients flow back."""
     values, lengths = select_jagged(features.values(), features.lengths(), chosen)

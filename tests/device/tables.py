@@ -113,7 +113,7 @@ class Kernel(nn.Module):
     def hyperparameters(self) -> dict[str, float]:
         return {"lr": RATE, "eps": EPS}
 
-    def weighed(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
+    def mask_weights(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
         ends = call["offsets"][:: call["bags"]]
         flags = kept(call["indices"], ends if ends.is_cuda else ends.tolist())
         given = call["per_sample_weights"]
