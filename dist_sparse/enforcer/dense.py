@@ -79,6 +79,7 @@ class WeightState(NamedTuple):
         dead_rows = self.mask.dead_rows()
         for state, initial in self.states:
             if state.shape == self.weight.shape:
+                # Plain data has any shape; its mask is of a matrix.
                 elements = state.data.view(self.mask.rect[2:])
                 for part, kept in self.mask.element_chunks():
                     elements[part].masked_fill_(~kept, initial)
@@ -105,6 +106,7 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         inside = [optimizer._optimizer]
     if inside is not None:
         yield from chain.from_iterable(map(leaves, inside))
+    # Set by the constructor of torch's optimizers: without it, no hook can be registered.
     elif hasattr(optimizer, "_optimizer_step_post_hooks"):
         yield optimizer
     else:
@@ -128,6 +130,7 @@ def keeps_elements(optimizer: torch.optim.Optimizer) -> bool:
     # By class and name, not by state: before the first step there is none.
     if type(optimizer) is torch.optim.SGD:
         return any(group["momentum"] for group in optimizer.param_groups)
+    # TorchRec's RowWiseAdagrad, for example.
     return not type(optimizer).__name__.lower().startswith("rowwise")
 
 
@@ -198,6 +201,7 @@ def state_of(
             continue
         state = local(value)
         initial = initial_state(optimizer, parameter, name)
+        # State of other shapes, such as a step count, belongs to no element and no row.
         if state.shape == here.shape and state.is_contiguous():
             found[name] = state.view(-1)[first:last].view_as(weight), initial
         elif here.shape[:1] == (state.numel(),):
@@ -343,6 +347,7 @@ class ShardTarget(Target):
         mask = self.mask()
         if not mask.removes:
             return
+        # One pass over the shard is quicker than as many single rows.
         if rows is None or rows.numel() >= mask.rect.rows:
             mask.apply_(self.weight)
         else:
@@ -510,6 +515,7 @@ class DenseWeights:
             for i in self._targets_at(local(parameter)):
                 self.targets[i].aliases[id(parameter)] = parameter
                 pairs.append((self.targets[i], parameter))
+        # At the first call that finds a target: the hooks stay for parameters that are added later.
         if pairs and not known:
             self._hooks.add(
                 optimizer.register_step_pre_hook(Hook(self._before_step)),
@@ -565,6 +571,7 @@ def _sample(
     lookups: SampledLookups, held: Callable[[], Held], module: Any, args: Any, kwargs: Any
 ) -> None:
     """Count the lookups of one forward of an embedding, if it is one of the sample."""
+    # Each time: a mask update replaces what held() returns.
     lookups.use({0: held()})
     if lookups.due():
         ids = args[0] if args else kwargs["input"]

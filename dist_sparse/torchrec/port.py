@@ -127,6 +127,7 @@ def _module_reasons(module: nn.Module) -> dict[str, bool]:
 
 def _wrapper_reasons(model: Any) -> dict[str, bool]:
     """Return reasons against compacting a DistributedModelParallel, and whether each holds."""
+    # By exact class: DMPCollection, of 2-D parallelism, is a subclass.
     if type(model) is not DistributedModelParallel:
         name = type(model).__name__
         return {
@@ -237,6 +238,7 @@ def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
             device=model.device,
             plan=ShardingPlan(dict(plan)),
             sharders=model.sharders,
+            # wrap_layers() does it, in a step of its own on which all ranks agree.
             init_data_parallel=False,
             data_parallel_wrapper=model._data_parallel_wrapper,
         )
@@ -360,6 +362,7 @@ def with_outputs(output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
         change: takes an output's name and its values, ``(..., columns)``, and returns values of as
             many rows.
     """
+    # Still on its way: TorchRec calls the callbacks when the output is waited for.
     if isinstance(output, LazyAwaitable):
         output.callbacks.append(lambda arrived: with_outputs(arrived, change))
         return output
