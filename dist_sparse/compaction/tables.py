@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.compaction.row_index import REMOVED, RowIndex, check_ids
-from dist_sparse.tables.hashing import STEP, finished, logical_shift
+from dist_sparse.tables.hashing import STEP, logical_shift, mix64
 from dist_sparse.tables.protocols import TableConfig
 from dist_sparse.tables.shards import Rect
 
@@ -387,4 +387,4 @@ def draw_rows(
 
 def _mix(value: Tensor) -> Tensor:
     """Return SplitMix64's next number after each state."""
-    return finished(value + STEP)
+    return mix64(value + STEP)

@@ -79,6 +79,7 @@ class WeightState(NamedTuple):
         dead_rows = self.mask.dead_rows()
         for state, initial in self.states:
             if state.shape == self.weight.shape:
+                # Plain data has any shape; its mask is of a matrix.
                 elements = state.data.view(self.mask.rect[2:])
                 for part, kept in self.mask.element_chunks():
                     elements[part].masked_fill_(~kept, initial)
@@ -105,6 +106,7 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         inside = [optimizer._optimizer]
     if inside is not None:
         yield from chain.from_iterable(map(leaves, inside))
+    # Set by the constructor of torch's optimizers: without it, no hook can be registered.
     elif hasattr(optimizer, "_optimizer_step_post_hooks"):
         yield optimizer
     else:
@@ -128,6 +130,7 @@ def keeps_elements(optimizer: torch.optim.Optimizer) -> bool:
     # By class and name, not by state: before the first step there is none.
     if type(optimizer) is torch.optim.SGD:
         return any(group["momentum"] for group in optimizer.param_groups)
+    # TorchRec's RowWiseAdagrad, for example.
     return not type(optimizer).__name__.lower().startswith("rowwise")
 
 
@@ -183,21 +186,12 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
 
 
-def _packed(mask: BlockMask | Tensor) -> BlockMask:
-    """Return the current mask, packed: mask updates write dense masks of plain data in place."""
-    if isinstance(mask, BlockMask):
-        return mask
-    # A vector becomes a column: each element is a row.
-    matrix = mask.unsqueeze(-1).flatten(1)
-    return BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
-
-
 def state_of(
     optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor
 ) -> dict[str, State]:
     """Return the optimizer's state by name for ``weight``: contiguous elements of ``parameter``,
     or all of them, perhaps in another shape."""
-    found: dict[str, State] = {}
+    found = {}
     here = local(parameter)
     first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
     last = first + weight.numel()
@@ -207,6 +201,7 @@ def state_of(
             continue
         state = local(value)
         initial = initial_state(optimizer, parameter, name)
+        # State of other shapes, such as a step count, belongs to no element and no row.
         if state.shape == here.shape and state.is_contiguous():
             found[name] = state.view(-1)[first:last].view_as(weight), initial
         elif here.shape[:1] == (state.numel(),):
@@ -291,8 +286,8 @@ class Target:
         self.stepping, self.clean_at = False, 0
         self.aliases = {id(self.holder.parameter): self.holder.parameter}
 
-    def mask(self) -> BlockMask | Tensor:
-        """Return the current mask: packed bits, or dense for plain data."""
+    def mask(self) -> BlockMask:
+        """Return the current mask."""
         raise NotImplementedError
 
     def zero(self, rows: Tensor | None) -> None:
@@ -352,6 +347,7 @@ class ShardTarget(Target):
         mask = self.mask()
         if not mask.removes:
             return
+        # One pass over the shard is quicker than as many single rows.
         if rows is None or rows.numel() >= mask.rect.rows:
             mask.apply_(self.weight)
         else:
@@ -368,13 +364,15 @@ class PlainTarget(Target):
 
     store: DenseStore
 
-    def mask(self) -> Tensor:
-        """Return the live mask."""
-        return self.store.mask(self.name)
+    def mask(self) -> BlockMask:
+        """Return the current mask, of a matrix. A mask update writes the stored mask in place."""
+        # A vector becomes a column: each element is a row.
+        matrix = self.store.mask(self.name).unsqueeze(-1).flatten(1)
+        return BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
 
     def zero(self, rows: Tensor | None) -> None:
         """Zero removed weights."""
-        self.weight.data.masked_fill_(self.mask() == 0, 0)
+        self.weight.data.masked_fill_(self.store.mask(self.name) == 0, 0)
 
 
 # Targets that an optimizer steps, each with the optimizer's parameter.
@@ -448,8 +446,8 @@ class DenseWeights:
     def hook(self) -> None:
         """Attach the hooks."""
         for leaf in self._optimizers:
-            self.meet(leaf)
-        _meet_new_optimizers()
+            self.find_targets(leaf)
+        _watch_new_optimizers()
         _hooked.add(self)
         for target in self.targets:
             self._hook_owner(target.holder.module, target)
@@ -500,11 +498,11 @@ class DenseWeights:
             for target, parameter in pairs:
                 states = [*state_of(leaf, parameter, target.weight).values()]
                 sums = sums_of(leaf, parameter, target.weight)
-                mask = _packed(target.mask())
                 by_element = keeps_elements(leaf)
-                yield WeightState(target.name, target.weight, mask, states, sums, by_element)
+                weight = target.weight
+                yield WeightState(target.name, weight, target.mask(), states, sums, by_element)
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> _Pairs:
+    def find_targets(self, optimizer: torch.optim.Optimizer) -> _Pairs:
         """Return the targets that an optimizer steps, each with the optimizer's parameter. Attach
         hooks to it at the first call."""
         # add_param_group() adds parameters, and nothing removes any: the count tells of new ones.
@@ -512,11 +510,12 @@ class DenseWeights:
         known, count = self._stepped.get(optimizer, ([], -1))
         if count == len(parameters):
             return known
-        pairs: _Pairs = []
+        pairs = []
         for parameter in parameters:
             for i in self._targets_at(local(parameter)):
                 self.targets[i].aliases[id(parameter)] = parameter
                 pairs.append((self.targets[i], parameter))
+        # At the first call that finds a target: the hooks stay for parameters that are added later.
         if pairs and not known:
             self._hooks.add(
                 optimizer.register_step_pre_hook(Hook(self._before_step)),
@@ -532,7 +531,7 @@ class DenseWeights:
 
     @timed
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for target, parameter in self.meet(optimizer):
+        for target, parameter in self.find_targets(optimizer):
             # Earlier writes first: _after_step() may clean the rows of the gradient only.
             self._clean(target)
             # Dirty until _after_step(): hooks that run before it may read the weight.
@@ -540,7 +539,7 @@ class DenseWeights:
 
     @timed
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for target, parameter in self.meet(optimizer):
+        for target, parameter in self.find_targets(optimizer):
             # Torch's optimizers do not write a parameter without a gradient.
             if target.dirty or parameter.grad is not None:
                 target.clean(step_rows(optimizer, parameter))
@@ -555,23 +554,24 @@ _hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()
 
 
 @cache
-def _meet_new_optimizers() -> RemovableHandle:
-    """Attach, once for the process, a hook that meets optimizers made later. It is never removed:
+def _watch_new_optimizers() -> RemovableHandle:
+    """Attach, once for the process, a hook that finds optimizers made later. It is never removed:
     the last instance may be freed while torch iterates over its hooks."""
 
-    def meet(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # A wrapper calls the step of its inner optimizer, which runs this hook too.
         if not hasattr(optimizer, "_optimizer") and torchrec_parts(optimizer) is None:
             for weights in list(_hooked):
-                weights.meet(optimizer)
+                weights.find_targets(optimizer)
 
-    return register_optimizer_step_pre_hook(meet)
+    return register_optimizer_step_pre_hook(before_step)
 
 
 def _sample(
     lookups: SampledLookups, held: Callable[[], Held], module: Any, args: Any, kwargs: Any
 ) -> None:
     """Count the lookups of one forward of an embedding, if it is one of the sample."""
+    # Each time: a mask update replaces what held() returns.
     lookups.use({0: held()})
     if lookups.due():
         ids = args[0] if args else kwargs["input"]
@@ -590,7 +590,11 @@ def packed_targets(
         modules: all modules of the models, as :func:`model_of` has them.
         shards: by the place of the mask.
     """
-    holders = [*_in_modules(modules)]
+    holders = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.append(Holder(parameter, module, name))
     find = same_storage([holder.parameter for holder in holders])
     for place, weight in shards.items():
         indices = find(weight)
@@ -606,10 +610,3 @@ def plain_targets(plain: DenseStore) -> Iterator[Target]:
         # A view, like a constant, keeps no gradient.
         holder = Holder.alone(weight if weight.is_leaf else weight.detach())
         yield PlainTarget(name, weight.data, holder, True, plain)
-
-
-def _in_modules(modules: Iterable[nn.Module]) -> Iterator[Holder]:
-    for module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield Holder(parameter, module, name)

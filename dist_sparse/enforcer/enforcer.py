@@ -71,7 +71,7 @@ class Walked:
     @cached_property
     def shards(self) -> dict[Place, Tensor]:
         """This rank's shards by the places of their masks."""
-        found: dict[Place, Tensor] = {}
+        found = {}
         for name, data in self.located.items():
             for number, shard in enumerate(data.shards):
                 found[Place(name, number)] = shard.tensor
@@ -98,7 +98,7 @@ class MaskEnforcer(Enforcer):
             a block that comes back starts with fresh state.
 
     Attributes:
-        optimizers: those that :meth:`attach` was called with; empty when detached.
+        optimizers: the arguments of :meth:`attach`; empty when detached.
         seconds: host time spent so far, without ``sparsifier.step()``. On a device, this includes
             only launching the kernels.
 
@@ -155,10 +155,10 @@ class MaskEnforcer(Enforcer):
         return self.clock.seconds
 
     def attach(self, *optimizers: Any) -> MaskEnforcer:
-        """Attach the hooks and zero what is removed. Collective if shards have moved since the last
-        step.
+        """Attach the hooks and zero all removed weights. Collective if shards have moved since the
+        last step.
 
-        Call it between an optimizer step and the next forward: a backward whose forward came before
+        Call it between an optimizer step and the next forward: the backward of an earlier forward
         is not seen.
 
         Args:
@@ -263,8 +263,8 @@ class MaskEnforcer(Enforcer):
         return found
 
     def written(self, reader: str = "scores") -> dict[int, Written]:
-        """Return the possibly written rows, live, by the address of the weights: of tables of fused
-        optimizers on a CPU, whose writes are all seen. Each reader has and clears its own."""
+        """Return the possibly written rows, live, by the address of the weights: of tables with
+        fused optimizers on a CPU, where every write is seen. Each reader has and clears its own."""
         return dict(chain.from_iterable(batch.written(reader) for batch in self._batches))
 
     def begin_step(self) -> None:
@@ -286,8 +286,8 @@ class MaskEnforcer(Enforcer):
             part.masks_updated()
 
     def check_rotation(self, names: Collection[str]) -> None:
-        """Refuse to rotate weights whose optimizer keeps state for each element, unless it is to be
-        reset.
+        """Refuse to rotate weights with one value of optimizer state per element, unless this state
+        is reset.
 
         Raises:
             ValueError: names them.
@@ -301,13 +301,13 @@ class MaskEnforcer(Enforcer):
             )
 
     def after_rotation(self, names: Collection[str]) -> None:
-        """Set the optimizer state for each element of rotated weights to its initial value."""
+        """Reset the element-wise optimizer state of rotated weights."""
         for each in self._states():
             if each.name in names:
                 each.reset_elements()
 
     def renew(self) -> None:
-        """Find the weights again and zero what is removed, after masks or weights were replaced.
+        """Find the weights again and zero removed ones, after masks or weights were replaced.
         Collective if shards have moved since the last step."""
         self._check_attached()
         self._attach_hooks(self._walk(), check=False)
@@ -401,8 +401,8 @@ class MaskEnforcer(Enforcer):
         """Find the registered weights, attach hooks to them and clean them. On an error, the hooks
         stay as they were.
 
-        With ``check``, refuse what :meth:`attach` refuses: any of it may be true of weights that
-        have replaced others.
+        With ``check``, refuse the same weights and modules as :meth:`attach`: weights may have been
+        replaced since.
         """
         tables = self._sparsifier.masks.tables
         # First: the other ranks may be waiting in it, whatever is refused below on this one.
@@ -436,7 +436,7 @@ class MaskEnforcer(Enforcer):
         self._hook(list(walked.modules), dense.owners)
         self._before_read()
         self._clean_all()
-        # As after a mask update: removed weights have no optimizer state.
+        # As after a mask update: removed weights start with fresh state when they come back.
         for state in self._states_to_reset():
             state.reset_removed()
 
@@ -449,9 +449,9 @@ class MaskEnforcer(Enforcer):
         known = {hooks.module: hooks for hooks in self._batches}
         # By shape too: an empty table has the address of the next one.
         by_memory = {(weight.data_ptr(), weight.shape): place for place, weight in shards.items()}
-        found: dict[TableBatchHooks, dict[int, Place]] = {}
+        found = {}
         for collection, batch in batches_of(collections):
-            registered: dict[int, Place] = {}
+            registered = {}
             for table, weight in enumerate(batch.weights()):
                 if place := by_memory.get((weight.data_ptr(), weight.shape)):
                     registered[table] = place
@@ -542,7 +542,7 @@ def settle_all(weights: Sequence[Tensor]) -> None:
 
 
 def _masked_by(enforcer: MaskEnforcer, weights: Sequence[Tensor]) -> list[int]:
-    """Return the indices of the weights that share memory with what an enforcer masks."""
+    """Return the indices of the weights that share memory with weights that an enforcer masks."""
     find = same_storage(weights)
     return [i for _, masked in enforcer.weights() for i in find(masked)]
 

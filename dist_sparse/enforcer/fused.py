@@ -154,7 +154,7 @@ class TableBatchHooks:
         # A sum does not change without rows of zeros; a mean divides by the number of ids, and a
         # sequence has a row for each. On a device the host would wait for the number of ids left.
         self._drops_ids = on_cpu and self._batch.pooling == "sum"
-        self._features = list(batch.features)
+        self._features = batch.features
         self._order = StreamOrder(device)
         # The two ways to mask: by ids and by zeroing. _assign_tables() sets their tables.
         self._kept_ids = KeptIds({}, self._features)
@@ -325,10 +325,9 @@ class TableBatchHooks:
         self._refuse_cached(stay_zero)
         self._zeroed.use(self._slots, self._slots.keys() - stay_zero)
         by_ids = whole_rows if self._drops_ids else stay_zero
-        kept_rows = {}
         # A table that loses no rows needs no filter.
-        for table in self._zeroed.removing.keys() & by_ids:
-            kept_rows[table] = ~self._slots[table].mask.dead_rows()
+        filtered = self._zeroed.removing.keys() & by_ids
+        kept_rows = {table: ~self._slots[table].mask.dead_rows() for table in filtered}
         self._kept_ids = KeptIds(kept_rows, self._features)
 
     def _refuse_cached(self, stay_zero: set[int]) -> None:
@@ -353,7 +352,7 @@ class TableBatchHooks:
         self._refresh()
         requested = passed = args[0]
         if self._drops_ids and self._kept_ids:
-            passed = self._kept_ids.among(requested)
+            passed = self._kept_ids.select(requested)
         # The weight 0 keeps gradients from removed rows. Without a backward, a lookup may read
         # them: they are rows of zeros.
         self._weighs_ids = passed is requested and torch.is_grad_enabled()
@@ -373,7 +372,7 @@ class TableBatchHooks:
         """Give ids of removed rows the weight 0, unless they were dropped. A forward pre-hook of
         FBGEMM's module."""
         if self._weighs_ids and self._kept_ids:
-            return args, self._batch.weighed(call, self._kept_ids.flags) or call
+            return args, self._batch.mask_weights(call, self._kept_ids.flags)
         return None
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Tensor) -> None:
@@ -434,7 +433,7 @@ class TableBatchHooks:
 def fused_sums(model: nn.Module) -> dict[int, State]:
     """Return the sums of a model's fused Adagrad optimizers and their initial value, by the address
     of the shard; nothing for other optimizers."""
-    found: dict[int, State] = {}
+    found = {}
     for _, batch in batches_of(collections_of(model.modules())):
         if batch.is_adagrad:
             for weight, states in zip(batch.weights(), batch.states(), strict=True):

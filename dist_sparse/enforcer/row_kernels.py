@@ -1,7 +1,7 @@
-"""Triton kernels of dirty rows: flagged before a backward writes them, their removed weights zeroed
-before a lookup reads them.
+"""Triton kernel of dirty rows: flags rows before a backward writes them, and zeroes their removed
+weights before a lookup reads them.
 
-Imported where Triton can run, as :mod:`dist_sparse.masking.kernels`.
+Imported only where Triton can run, as :mod:`dist_sparse.masking.kernels`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from dist_sparse.tables.shards import sent
 # Elements that a program looks at together: 8 for each thread of its 4 warps.
 _TILE = 1024
 
-# Columns of a tile at most, one for each lane of a warp: wider rows take several turns.
+# At most so many columns in a tile, one for each lane of a warp: wider rows take several turns.
 _COLS = 32
 
 
 class Feature(NamedTuple):
-    """The kernel's parameters of one feature, in the order in which it reads them. The defaults are
-    those of an unmasked feature: no columns, and blocks that it can divide by."""
+    """The kernel's parameters for one feature, in the order in which it reads them. The defaults
+    are for a feature whose table is not masked: no columns, and blocks that it can divide by."""
 
-    # Address; that of the packed bits follows.
+    # Addresses of the weights and of the packed bits of the mask.
     weights: int = 0
     bits: int = 0
     row_stride: int = 0
     rows: int = 0
     cols: int = 0
-    # Rows of the first block that are stored in another shard.
+    # How many rows of the shard's first block are in another shard.
     row_offset: int = 0
-    # Or its binary logarithm, where the kernel shifts.
+    # Or its binary logarithm, if the kernel shifts instead of dividing.
     block_rows: int = 1
     col_offset: int = 0
     block_cols: int = 1
@@ -77,11 +77,11 @@ class Feature(NamedTuple):
 
 
 class TritonRowCleaner:
-    """Flags the rows that a backward is about to write, and cleans flagged rows, each in one launch
-    for all features and tables.
+    """Flags the rows that a backward is about to write, and cleans flagged rows: one launch for all
+    features and tables.
 
-    It holds the addresses of the weights, bits and flags it was made with (and keeps those tensors
-    alive): make a new one when a table's storage or mask is replaced.
+    It knows the weights, bits and flags by their addresses, and keeps these tensors alive: create a
+    new one when the storage or the mask of a table is replaced.
 
     Args:
         slots: a live shard, its mask and the flags of its rows, uint8 ``(rows,)``, for each
@@ -95,7 +95,7 @@ class TritonRowCleaner:
         if not self.needed:
             return
         features, self._shifts = _features(slots)
-        # Several features may read one table.
+        # Each once: several features may look up one table. Unmasked ones have no rows.
         tables = [table for table in dict.fromkeys(features) if table.rows]
         ends = [0, *accumulate(table.rows for table in tables)]
         self._rows = ends[-1]
@@ -109,26 +109,25 @@ class TritonRowCleaner:
 
     def flag(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
         """Flag the rows that a lookup names; arguments as in :meth:`clean_read`."""
-        # One flag a row: a tile is of ids alone.
+        # A row has one flag: each element of a tile is an id.
         self._on_ids(ids, ends, cols=1, marks=True)
 
     def clean_read(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
-        """Clean the flagged rows among those that a lookup names, on the current stream.
+        """Clean the flagged rows that a lookup names, on the current stream.
 
         Args:
-            ids: int32 or int64 ``(n,)``, feature after feature, local row numbers. Those outside
-                the table are read as row 0, which FBGEMM's bounds check makes of them.
-            ends: where the ids of each feature begin and, last, where they end: one more than there
-                are features. As an integer tensor on the device of ``ids`` it is read in place,
-                with any stride: ``offsets[::batch_size]`` of FBGEMM's offsets costs neither a copy
-                nor a wait.
+            ids: int32 or int64 ``(n,)``, feature after feature, local row numbers. Ids out of range
+                count as row 0, as FBGEMM's bounds check replaces them by 0.
+            ends: offsets of the features in the ids, ``features + 1`` numbers. An integer tensor on
+                the device of ``ids`` is read in place, with any stride:
+                ``offsets[::batch_size]`` of FBGEMM's offsets needs neither a copy nor a wait.
         """
         self._on_ids(ids, ends, cols=self._cols, marks=False)
 
     def clean(self) -> None:
         """Clean all flagged rows. They stay flagged."""
         if self.needed:
-            # Each row once, as if a lookup named all of them.
+            # As for a lookup with one feature per table, whose ids are all of its rows.
             self._launch(self._ends, self._rows, self._ends, self._tables, self._cols, by_id=False)
 
     def _on_ids(self, ids: Tensor, ends: Sequence[int] | Tensor, *, cols: int, marks: bool) -> None:
@@ -178,20 +177,20 @@ def _features(
 ) -> tuple[list[Feature], bool]:
     """Return the parameters of all features, and whether the kernel shifts."""
     features = [Feature() if slot is None else Feature.of(*slot) for slot in slots]
-    # Division takes many more instructions than a shift, and blocks are nearly always powers of
-    # two.
+    # A division takes many more instructions than a shift, and block sizes are nearly always powers
+    # of two. One kernel is launched for all features, so all must allow the shift.
     if all(feature.shifts for feature in features):
         return [feature.with_logarithms() for feature in features], True
     return features, False
 
 
 def _axis(start: int, size: int, block: int, blocks: int) -> tuple[int, int]:
-    """Return what is cut off the first block, and the size of a block. A lone block may have any
-    size: it gets a power of two."""
+    """Return how much of the first block is outside of the shard, and the size of a block. If there
+    is only one block, any size that covers the shard will do: it gets a power of two."""
     return (0, triton.next_power_of_2(size)) if blocks == 1 else (start % block, block)
 
 
-# Counts change from batch to batch and from lookup to lookup: one kernel for all of them.
+# These numbers change from batch to batch: Triton would compile a kernel for each.
 @triton.jit(do_not_specialize=["count", "stride", "features"])  # type: ignore[untyped-decorator]
 def visit_rows(
     ids: tl.tensor,
@@ -209,13 +208,13 @@ def visit_rows(
     MARKS: tl.constexpr,
     BY_ID: tl.constexpr,
 ) -> None:
-    """Each program takes IDS ids, feature by feature, and flags their rows (MARKS), or zeroes what
-    is removed of those that are flagged, COLS columns at a time. Without BY_ID, it takes all rows
-    of the tables, in the place of ids.
+    """Flag the rows of ids (MARKS), or zero the removed weights of rows that are flagged, COLS
+    columns at a time. Each program takes IDS ids, feature by feature. Without BY_ID, all rows of
+    the tables take the place of the ids.
 
-    A tile is flat, so that the neighbours of a warp are neighbours in a row; Triton would lay out a
-    matrix of addresses that it knows nothing about by columns. The numbers added to ``info`` are
-    the places of the fields of :class:`Feature`.
+    Tiles are flat, so that the lanes of a warp read neighbours in a row: a matrix of addresses,
+    about which it knows nothing, Triton would lay out by columns. The numbers added to ``info`` are
+    the positions of the fields of :class:`Feature`.
     """
     element = tl.arange(0, IDS * COLS)
     position = tl.program_id(0).to(tl.int64) * IDS
@@ -225,8 +224,8 @@ def visit_rows(
     )
     position = tl.maximum(position, tl.load(ends).to(tl.int64))
     while position < last:
-        # The last feature that begins here or before: of several that begin at one place, all but
-        # that are empty.
+        # By binary search, the last feature that begins here or before. Earlier features that begin
+        # at the same position are empty.
         feature = tl.full([], 0, dtype=tl.int64)
         for step in tl.static_range(STEPS):
             later = feature + (1 << (STEPS - 1 - step))
@@ -244,9 +243,9 @@ def visit_rows(
             tl.load(info + 8).to(tl.int32),
         )
 
-        # What grows with the table is 64 bits wide, once for each row; within a row 32 bits do.
+        # Offsets that grow with the table need 64 bits, once for each row; within a row 32 suffice.
         at = position + element // COLS
-        # Nothing of features whose table is not masked.
+        # No columns: the table of the feature is not masked.
         inside = at < tl.where(cols > 0, stop, 0)
         flags = tl.load(info + 10).to(tl.pointer_type(tl.uint8))
         if BY_ID:
@@ -255,7 +254,8 @@ def visit_rows(
         else:
             first_row = tl.load(ends + feature * stride)
             row = at - first_row
-            # Most rows are clean: their flags are all that is read of them.
+            # Most rows are clean, and nothing but their flags is read: without a dirty row, no
+            # columns are visited.
             here = position + tl.arange(0, IDS)
             dirty = tl.load(flags + (here - first_row), mask=here < stop, other=0).to(tl.int32)
             cols = tl.where(tl.max(dirty) > 0, cols, 0)
@@ -274,9 +274,10 @@ def visit_rows(
                 col = first + element % COLS
                 block = (col + cut) >> width if SHIFTS else (col + cut) // width
                 flag = before + block
-                # Nothing is removed outside: all bits are set there.
+                # Elements outside load a byte of ones: nothing of them is removed.
                 byte = tl.load(bits + (flag >> 3), mask=inside & (col < cols), other=0xFF)
                 removed = ((byte.to(tl.int32) >> (flag & 7)) & 1) == 0
                 tl.store(weight + col, tl.zeros([IDS * COLS], dtype=WORD), mask=removed)
-        # Larger, even if the ends do not ascend: the search saw that the next feature begins later.
+        # This ends, even if `ends` does not ascend: the search found that the next feature begins
+        # behind `position`.
         position = stop

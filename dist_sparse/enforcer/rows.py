@@ -135,7 +135,7 @@ class KeptIds:
             torch.index_select(kept, 0, rows, out=flags[span])
         return flags
 
-    def among(self, features: Any) -> Any:
+    def select(self, features: Any) -> Any:
         """Return a KeyedJaggedTensor of the kept ids in ``features`` and their weights, on a CPU.
         Gradients flow back to all weights, 0 to the weights of dropped ids.
 
@@ -148,7 +148,7 @@ class KeptIds:
             return features
         torchrec = torchrec_port()
         assert torchrec is not None  # the features are one of its types
-        return torchrec.among(features, chosen)
+        return torchrec.select_ids(features, chosen)
 
     def _flags_on_device(self, ids: Tensor, ends: Tensor) -> Tensor:
         flags, starts, rows = self._concatenated
@@ -161,8 +161,8 @@ class KeptIds:
         """The flags of all tables in one tensor: on a device, each read is a launch. For each
         feature, the start of its table in that tensor, and the number of its rows; one entry more
         in front and behind, for ids of no feature."""
-        flags: list[Tensor] = []
-        spans: dict[int, tuple[int, int]] = {}
+        flags = []
+        spans = {}
         start = 0
         for table, kept in self._kept.items():
             spans[table] = start, len(kept)
@@ -250,7 +250,7 @@ class SampledLookups:
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count one forward."""
-        # Once for each mask, and not in use(): masks may be replaced again before any training.
+        # Once for each mask, and not in use(): an evaluation must not pay for it.
         if not self._removed:
             self._removed = {table: shard.mask.dead_rows() for table, shard in self._held.items()}
         for table, rows, belongs in rows_by_feature(self._removed, self._features, ids, ends):
@@ -434,7 +434,7 @@ class HostRowCleaner:
         flag(self._flags, self._features, ids, ends)
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
-        """Clean the flagged rows among those that a lookup names."""
+        """Clean the flagged rows that a lookup names."""
         for table, span in ids_of_tables(self._slots, self._features, ends):
             weight, mask = self._slots[table]
             if one_pass_is_quicker(mask, ids[span].numel()):

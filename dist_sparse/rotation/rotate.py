@@ -81,7 +81,7 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         if sparsifier.masks.enforcer is not None:
             _enforcer(sparsifier).check_rotation([*chain.from_iterable(groups)])
         models = [source.model for source in packed.sources if hasattr(source, "model")]
-        alone: dict[str, TableLookup] = {}
+        alone = {}
         for group in groups:
             if len(group) == 1:
                 alone[group[0]] = find_lookup(models, located[group[0]])
@@ -92,10 +92,6 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
     for name, lookup in alone.items():
         _turn_back(lookup, located[name])
     sparsifier.masks.rotation = _Rotation(sparsifier, groups, alone)
-
-
-# Tables by the group of ranks that holds them.
-_TablesByGroup = list[tuple[Group, list[ShardedData]]]
 
 
 class _Rotation:
@@ -141,7 +137,7 @@ class _Rotation:
             enforcer.check_rotation(self.names)
             _refuse_unfit(self._sparsifier, located, self.groups)
         # Every rank of a group handles its tables in the same order.
-        by_group: _TablesByGroup = []
+        by_group = []
         for ranks, held in packed.groups.items():
             names = sorted(set(self.names).intersection(held))
             by_group.append((group_over(ranks), [located[name] for name in names]))
@@ -157,8 +153,14 @@ class _Rotation:
             total.copy_(total.cpu().double() @ bases[name])
         enforcer.after_rotation(self.names)
 
-    def _new_bases(self, by_group: _TablesByGroup) -> dict[str, Tensor]:
-        """Return the basis of each table for its current weights. Collective over the groups."""
+    def _new_bases(
+        self, by_group: Iterable[tuple[Group, Sequence[ShardedData]]]
+    ) -> dict[str, Tensor]:
+        """Return the basis of each table for its current weights. Collective over the groups.
+
+        Args:
+            by_group: groups of ranks, each with the tables that it holds.
+        """
         packed = self._sparsifier.masks.tables
         counts = None
         if self._sparsifier.counts_lookups:
@@ -241,32 +243,28 @@ def check_group(group: Sequence[ShardedData]) -> None:
     """
     first = group[0]
     for data in group:
-        unequal = (
-            f"Tables {first.name!r} and {data.name!r} can't be rotated together: widths"
-            f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks}; both"
-            " must be equal."
-        )
-        copied = (
-            f"Table {data.name!r} can't be rotated: its columns are on several ranks, and 2-D"
-            " parallelism trains copies of them; shard it by rows or by table."
-        )
-        width_and_ranks = data.shape[1], data.ranks
         refuse(
             {
-                unequal: width_and_ranks != (first.shape[1], first.ranks),
-                copied: data.copied and not data.has_whole_rows,
+                f"Tables {first.name!r} and {data.name!r} can't be rotated together: widths"
+                f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks}; both"
+                " must be equal.": (data.shape[1], data.ranks) != (first.shape[1], first.ranks),
+                f"Table {data.name!r} can't be rotated: its columns are on several ranks, and 2-D"
+                " parallelism trains copies of them; shard it by rows or by table.": (
+                    data.copied and not data.has_whole_rows
+                ),
             }
         )
 
 
 def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
     """Return the attached enforcer; raise ValueError if there is none."""
-    if not isinstance(sparsifier.masks.enforcer, MaskEnforcer):
+    enforcer = sparsifier.masks.enforcer
+    if not isinstance(enforcer, MaskEnforcer):
         raise ValueError(
             "Tables can't be rotated without an attached MaskEnforcer, which knows the state of"
             " their optimizers."
         )
-    return sparsifier.masks.enforcer
+    return enforcer
 
 
 # How a model looks a table up, and what reads its output.

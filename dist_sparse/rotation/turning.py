@@ -97,10 +97,12 @@ def _row_weights(data: ShardedData, lookups: Sequence[Tensor], span: range) -> T
         lookups: the counts of each shard's rows.
         span: the numbers of the rows, all of one shard.
     """
-    for (rect, _), counts in zip(data.shards, lookups, strict=True):
-        if rect.col == 0 and span.start in _rows_of(rect):
-            return 1 + counts[_within(span, rect.row)].double().unsqueeze(1)
-    raise AssertionError(f"This rank has no shard with the first elements of the rows {span}.")
+    counts = next(
+        of_shard[_within(span, rect.row)]
+        for (rect, _), of_shard in zip(data.shards, lookups, strict=True)
+        if rect.col == 0 and span.start in _rows_of(rect)
+    )
+    return 1 + counts.double().unsqueeze(1)
 
 
 def _whole_rows(

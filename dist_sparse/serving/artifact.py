@@ -43,7 +43,7 @@ from dist_sparse.serving.manifest import (
     layout_of,
     size_of,
 )
-from dist_sparse.tables.hashing import STEP, finished
+from dist_sparse.tables.hashing import STEP, mix64
 
 StrPath = str | os.PathLike[str]
 # An artifact, or an artifact and the deltas after it.
@@ -411,7 +411,7 @@ def sum_of_rows(ids: Tensor, rows: Tensor) -> int:
     for part in chunks(*words.shape):
         # Overflow is intended: int64 arithmetic is arithmetic modulo 2**64.
         hashes = torch.mv(words[part].long(), factors[1:]) + ids[part].long() * factors[0]
-        total += int(finished(hashes).sum())
+        total += int(mix64(hashes).sum())
     return total % 2**64
 
 
@@ -428,7 +428,7 @@ def words_of(rows: Tensor) -> Tensor:
 @cache
 def _factors(count: int) -> Tensor:
     # Odd, so that multiplying modulo 2**64 is invertible and loses no bit of a word.
-    return finished(torch.arange(1, count + 1) * STEP) | 1
+    return mix64(torch.arange(1, count + 1) * STEP) | 1
 
 
 def all_kept(rows: int) -> Tensor:

@@ -421,12 +421,12 @@ class QuantizedCollection(nn.Module):
         of range, count as zeros."""
         from dist_sparse.torchrec import port
 
-        values, lengths, weights = port.take(ids, self.features, self.weighted)
+        values, lengths, weights = port.unpack_ids(ids, self.features, self.weighted)
         counts = lengths.view(len(self.features), -1).sum(1)
         rows = self.index(values, counts)
         zeros = torch.repeat_interleave(self.zeros, counts, output_size=len(values))
         rows = torch.where(rows < 0, zeros, rows)
-        return self.collection(port.keyed(self.keys, rows, lengths, weights))
+        return self.collection(port.KeyedJaggedTensor(list(self.keys), rows, weights, lengths))
 
 
 def _stored_rows(table: StoredTable, name: str, features: Sequence[str], zeros: int = 0) -> Any:

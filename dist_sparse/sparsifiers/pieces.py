@@ -20,7 +20,7 @@ from dist_sparse.groups import Group, Parcels, Replica, cut, rank_in
 from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BitWriter, BlockMask, Held, count_bits, pack, unpack
 from dist_sparse.tables.chunked import ChunkedTensor
-from dist_sparse.tables.hashing import STEP, finished, logical_shift
+from dist_sparse.tables.hashing import STEP, logical_shift, mix64
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners
 
 # The rectangles of each rank.
@@ -486,4 +486,4 @@ def shared_tensors(
 
 def _mix(values: Tensor, seed: int) -> Tensor:
     """Return pseudo-random odd int64 from int64."""
-    return finished((values + seed) * STEP) | 1
+    return mix64((values + seed) * STEP) | 1

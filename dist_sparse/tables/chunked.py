@@ -63,20 +63,15 @@ class ChunkedTensor(torch.Tensor):
         return tensor
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            MetadataIndex,
-            TensorProperties,
-        )
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+        from torch.distributed.checkpoint import metadata, planner
 
-        properties = TensorProperties(dtype=self.dtype)
+        properties = metadata.TensorProperties(dtype=self.dtype)
         return [
-            WriteItem(
-                index=MetadataIndex(fqn, offset),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(offset), chunk.size()),
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, offset),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(
+                    chunk=metadata.ChunkStorageMetadata(torch.Size(offset), chunk.size()),
                     properties=properties,
                     size=self.size(),
                 ),
@@ -85,12 +80,12 @@ class ChunkedTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from torch.distributed.checkpoint import metadata
 
         # Zeros: DCP writes only elements that a chunk of the checkpoint covers.
         self.loaded = [torch.zeros(size, dtype=self.dtype) for _, size in self.wants]
         return [
-            ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+            metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
             for offset, size in self.wants
         ]
 

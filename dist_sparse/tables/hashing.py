@@ -12,7 +12,7 @@ from torch import Tensor
 STEP = 0x9E3779B97F4A7C15 - 2**64
 
 
-def finished(values: Tensor) -> Tensor:
+def mix64(values: Tensor) -> Tensor:
     """Return SplitMix64's output for each state, int64: a change of one bit of the state changes
     about half of the bits of the output."""
     values = (values ^ logical_shift(values, 30)) * (0xBF58476D1CE4E5B9 - 2**64)

@@ -118,6 +118,7 @@ class ModelTables:
             left out by its path.
         dense: globs of other parameters to register, True for all: 2-D ones as they are, 1-D ones
             as (1, n).
+        slots: also accept the collections of following(), whose rows are slots.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class ModelTables:
                 be sparsified. The model may have changed since the selection.
         """
         is_first = self._names is None
-        self._walk()
+        self._find_selected()
         wanted = self._entries.keys() if names is None else names
         # One reading of a collection serves all its tables. It has views of their weights, and must
         # not outlive this call: a reshard replaces them.
@@ -168,8 +169,8 @@ class ModelTables:
                 check_data(data)
         return located
 
-    def _walk(self) -> None:
-        """Find the selected entries in the model; the first time, select them."""
+    def _find_selected(self) -> None:
+        """Walk the model for the selected entries; the first time, select them."""
         walked = _Walk(slots=self._slots).entries_in(self.model)
         if self._names is None:
             self._names = {entry.fqn: name for name, entry in self._select(walked).items()}
@@ -572,7 +573,7 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
             f"Data {name!r} has placements {data.placements}: only Shard and Replicate are"
             " supported."
         )
-    held: dict[int, list[Rect]] = {}
+    held = {}
     for position in itertools.product(*map(range, mesh.shape)):
         sizes, offsets = local_shape_and_offset(
             data.shape, mesh.shape, list(position), data.placements

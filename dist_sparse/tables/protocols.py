@@ -24,12 +24,11 @@ class TableConfig(NamedTuple):
     pooling: Literal["sum", "mean", "none"]
 
 
-# Which ids of a lookup keep their weight; see TableBatch.weighed().
-KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor | None]
+# Which ids of a lookup keep their weight; see TableBatch.mask_weights().
+KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor]
 
 
-# Properties, not attributes: mypy accepts an attribute as a read-only property, but no property as
-# an attribute.
+# A property here may be an attribute of an implementation, but not the other way round.
 class LookupKernel(Protocol):
     """The tables of one FBGEMM kernel on this rank, as lookups see them."""
 
@@ -52,7 +51,15 @@ class LookupKernel(Protocol):
 
 class TableBatch(LookupKernel, Protocol):
     """The tables of one FBGEMM kernel on this rank, which its fused optimizer writes inside the
-    backward."""
+    backward.
+
+    Attributes:
+        is_adagrad: the first optimizer state is the sum of squared gradients.
+        kernel: FBGEMM's module inside :attr:`module`, called with keywords.
+    """
+
+    is_adagrad: bool
+    kernel: nn.Module
 
     @property
     def tables(self) -> Sequence[str]:
@@ -61,10 +68,6 @@ class TableBatch(LookupKernel, Protocol):
     @property
     def keeps_zeros(self) -> bool:
         """Whether its optimizer leaves a row of zeros alone if the gradient is zero."""
-
-    @property
-    def is_adagrad(self) -> bool:
-        """Whether the first optimizer state is the sum of squared gradients."""
 
     @property
     def cached(self) -> Set[int]:
@@ -88,23 +91,19 @@ class TableBatch(LookupKernel, Protocol):
     def storage(self) -> list[Tensor]:
         """Return the tensors that hold the weights of all shards."""
 
-    @property
-    def kernel(self) -> nn.Module:
-        """FBGEMM's module inside :attr:`module`, called with keywords."""
-
-    def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
+    def mask_weights(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
         """Return the keywords of a pooled lookup in which some ids have the weight 0: their rows
-        add nothing to the output, and get the gradient 0. None if no id is to change. Call
-        :meth:`restore_pooling` after the lookup.
+        add nothing to the output, and get the gradient 0. Call :meth:`restore_pooling` after the
+        lookup.
 
         Args:
             call: the keywords of :attr:`kernel`.
             kept: called with all ids, ``(n,)``, and the offsets of the features (on a device as a
-                tensor). Returns which ids keep their weight, bool ``(n,)``, or None for all.
+                tensor). Returns which ids keep their weight, bool ``(n,)``.
         """
 
     def restore_pooling(self) -> None:
-        """Pool as before :meth:`weighed`."""
+        """Pool as before :meth:`mask_weights`."""
 
     def hyperparameters(self) -> dict[str, float]:
         """Return the optimizer's hyperparameters that FBGEMM can change, and its step count."""
@@ -112,29 +111,24 @@ class TableBatch(LookupKernel, Protocol):
 
 # One protocol for both kinds: the same code compacts and exports them.
 class Collection(Protocol):
-    """A collection of tables, sharded or not."""
+    """A collection of tables, sharded or not.
 
-    @property
-    def is_sharded(self) -> bool: ...
+    Attributes:
+        is_sharded: TorchRec has sharded it.
+        pooled: it returns bags: the rows of a sample's ids, pooled.
+        weighted: its ids have weights.
+        needs_indices: it returns the ids beside their rows.
+        attribute: the attribute that holds the embedding modules, a part of fully qualified names.
+    """
 
-    @property
-    def pooled(self) -> bool:
-        """Whether it returns bags: the rows of a sample's ids, pooled."""
-
-    @property
-    def weighted(self) -> bool:
-        """Whether its ids have weights."""
-
-    @property
-    def needs_indices(self) -> bool:
-        """Whether it returns the ids beside their rows."""
+    is_sharded: bool
+    pooled: bool
+    weighted: bool
+    needs_indices: bool
+    attribute: str
 
     @property
     def tables(self) -> list[TableConfig]: ...
-
-    @property
-    def attribute(self) -> str:
-        """The attribute that holds the embedding modules, a part of fully qualified names."""
 
     def fqn(self, path: str, table: str) -> str:
         """Return the fully qualified name of a table's weight in a collection at ``path``."""
@@ -207,10 +201,10 @@ class TorchRecPort(Protocol):
         processor."""
 
     def averages(self, module: nn.Module) -> bool:
-        """Return whether a module averages copies of its tables now and then, by its method
+        """Return whether a module averages copies of its tables periodically, by its method
         ``sync``."""
 
-    def among(self, features: Any, chosen: Tensor) -> Any:
+    def select_ids(self, features: Any, chosen: Tensor) -> Any:
         """Return a KeyedJaggedTensor of the ``chosen`` ids, bool ``(n,)``, and their weights,
         through which gradients flow back."""
 
@@ -228,7 +222,6 @@ class TorchRecPort(Protocol):
 
     def replace_parameter(self, optimizer: object, old: nn.Parameter, new: nn.Parameter) -> None:
         """Replace a parameter in the names that keyed optimizers have for parameters."""
-        ...
 
     def is_sharded_model(self, model: nn.Module) -> bool:
         """Return whether a model is a DistributedModelParallel."""

@@ -1,7 +1,7 @@
 """The rectangles of a global tensor that each rank holds, and the grid of its sparse blocks.
 
 A :class:`ShardedData` describes one tensor at one moment: its global shape, the rectangles of all
-ranks and this rank's live views. It is located again each time it is needed and never kept, because
+ranks and this rank's live views. It is located again for each use and never kept, because
 resharding, loading and memory stashing replace the storage behind it. Nothing here communicates:
 the rectangles of the other ranks come from metadata.
 """
@@ -210,7 +210,7 @@ class Source(Protocol):
         same order on every rank.
 
         Args:
-            names: which, of those that the first call has returned; None is all of them.
+            names: some of the names that the first call has returned; None is all of them.
         """
 
     def find(self, name: str) -> ShardedData:
@@ -273,16 +273,15 @@ def check_writable(data: ShardedData) -> None:
     """
     for shard in data.shards:
         check_memory(data.name, shard.tensor)
-        kind = ""
         if shard.tensor.is_neg():
-            kind = "negated view"
+            raise _not_writable(data.name, "negated view")
         # Torch refuses in-place writes to it outside inference mode.
-        elif shard.tensor.is_inference():
-            kind = "tensor made in inference mode"
-        if kind:
-            raise ValueError(
-                f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in place."
-            )
+        if shard.tensor.is_inference():
+            raise _not_writable(data.name, "tensor made in inference mode")
+
+
+def _not_writable(name: str, kind: str) -> ValueError:
+    return ValueError(f"Table {name!r}: its weights are a {kind}, which can't be zeroed in place.")
 
 
 def check_cached(data: ShardedData, block: Block) -> Block:

@@ -176,22 +176,6 @@ def table_configs(configs: Sequence[Any]) -> list[TableConfig]:
     return found
 
 
-# Optimizers that write only rows that the batch has looked up.
-ROW_WRITERS = {
-    "SGD",
-    "EXACT_SGD",
-    "LARS_SGD",
-    "LAMB",
-    "PARTIAL_ROWWISE_LAMB",
-    "ADAM",
-    "PARTIAL_ROWWISE_ADAM",
-    "EXACT_ADAGRAD",
-    "ROWWISE_ADAGRAD",
-    "EXACT_ROWWISE_ADAGRAD",
-    "EXACT_ROWWISE_WEIGHTED_ADAGRAD",
-}
-
-
 # Optimizers whose step is 0 where gradient and weight are 0: a sum of multiples of both.
 ZERO_KEEPERS = {
     "SGD",
@@ -199,6 +183,18 @@ ZERO_KEEPERS = {
     "EXACT_ADAGRAD",
     "ROWWISE_ADAGRAD",
     "EXACT_ROWWISE_ADAGRAD",
+}
+
+
+# Optimizers that write only rows that the batch has looked up.
+ROW_WRITERS = {
+    *ZERO_KEEPERS,
+    "LARS_SGD",
+    "LAMB",
+    "PARTIAL_ROWWISE_LAMB",
+    "ADAM",
+    "PARTIAL_ROWWISE_ADAM",
+    "EXACT_ROWWISE_WEIGHTED_ADAGRAD",
 }
 
 
@@ -311,15 +307,13 @@ class FbgemmBatch(Kernel):
         memories = (batch.weights_dev, batch.weights_host, batch.weights_uvm)
         return [memory for memory in memories if memory.numel()]
 
-    def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
+    def mask_weights(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
         """Return the keywords of a pooled lookup in which some ids have the weight 0; see
-        :meth:`~dist_sparse.tables.protocols.TableBatch.weighed`."""
+        :meth:`~dist_sparse.tables.protocols.TableBatch.mask_weights`."""
         ids, offsets = call["indices"], call["offsets"]
         if not ids.numel():
-            return None
+            return call
         flags = kept(ids, self._ends(offsets, call.get("batch_size_per_feature_per_rank")))
-        if flags is None:
-            return None
         given = call.get("per_sample_weights")
         if given is not None:
             # The pooling mode stays: FBGEMM's mean of weighted ids must not change.
@@ -333,12 +327,12 @@ class FbgemmBatch(Kernel):
         changed = {**call, "per_sample_weights": weights}
         # Otherwise FBGEMM would compute gradients of the weights, which nothing uses.
         if not weights.requires_grad:
-            silent = torch.zeros(len(self.features), dtype=torch.int32, device=ids.device)
-            changed["feature_requires_grad"] = silent
+            none = torch.zeros(len(self.features), dtype=torch.int32, device=ids.device)
+            changed["feature_requires_grad"] = none
         return changed
 
     def restore_pooling(self) -> None:
-        """Pool as before :meth:`weighed`."""
+        """Pool as before :meth:`mask_weights`."""
         self._batch.pooling_mode = self._own_pooling
 
     def _ends(
@@ -504,14 +498,12 @@ class _TableShards:
     Attributes:
         config: of any shard.
         rects: of all ranks, in kernel order, by the rank's index in its copy of the tables.
-        views: this rank's weights, in the order of its rectangles.
-        kernels: the kernel of each view.
+        views: this rank's weights, in the order of its rectangles, each with its kernel.
     """
 
     config: Any
     rects: defaultdict[int, list[Rect]] = field(default_factory=lambda: defaultdict(list))
-    views: list[Tensor] = field(default_factory=list)
-    kernels: list[Any] = field(default_factory=list)
+    views: list[tuple[Tensor, Any]] = field(default_factory=list)
 
 
 class ShardedTables(UnshardedTables):
@@ -525,7 +517,10 @@ class ShardedTables(UnshardedTables):
         return {}
 
     def _torchrec_kernels(self) -> Iterator[Any]:
-        return chain.from_iterable(map(_kernels_in, self._module._lookups))
+        for lookup in self._module._lookups:
+            while isinstance(lookup, DistributedDataParallel):
+                lookup = lookup.module
+            yield from lookup._emb_modules
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
         """Return a table as it is stored now, under a registered name.
@@ -540,7 +535,7 @@ class ShardedTables(UnshardedTables):
         copied = isinstance(env, ShardingEnv2D) and config.local_metadata is not None
         _refuse_unknown_storage(name, config, copied)
         shards = []
-        for rect, view in zip(stored.rects[env.rank], stored.views, strict=True):
+        for rect, (view, kernel) in zip(stored.rects[env.rank], stored.views, strict=True):
             if view.shape != rect[2:]:
                 raise ValueError(
                     f"Table {name!r}: TorchRec's metadata says this rank holds {rect}, its kernel"
@@ -549,9 +544,8 @@ class ShardedTables(UnshardedTables):
             # A row-wise table smaller than the world leaves the last ranks empty pieces.
             if rect.numel:
                 shards.append(Shard(rect, view.data))
-        if config.compute_kernel.value == CACHED:
-            # The caller may read and write the weights until the next lookup.
-            for kernel in stored.kernels:
+            if config.compute_kernel.value == CACHED:
+                # The caller may read and write the weights until the next lookup.
                 Kernel(kernel).write_back()
         return ShardedData(
             name=name,
@@ -573,11 +567,11 @@ class ShardedTables(UnshardedTables):
         that share one copy."""
         env = self._module._env
         if isinstance(env, ShardingEnv2D):
-            # Each row of the mesh holds one copy.
+            # Each row of the mesh is the ranks of one copy.
             mesh = env.device_mesh.mesh
-            indices = torch.arange(mesh.shape[1]).expand_as(mesh)
-            pairs = zip(mesh.flatten().tolist(), indices.flatten().tolist(), strict=True)
-            return dict(sorted(pairs))
+            copies, size = mesh.shape
+            indices = [*range(size)] * copies
+            return dict(sorted(zip(mesh.flatten().tolist(), indices, strict=True)))
         if env.world_size == 1:
             return {0: 0}
         if env.process_group is None:
@@ -596,9 +590,12 @@ class ShardedTables(UnshardedTables):
         # TorchRec has one lookup for each sharding, and one kernel for each of its table groups, in
         # the same order: the views of this rank come in the order of its rectangles.
         for kernel in self._torchrec_kernels():
-            for config, view in _shard_views(kernel):
-                shards[config.name].views.append(view)
-                shards[config.name].kernels.append(kernel)
+            # Others are refused by locate(). Reading key-value or virtual tables would allocate all
+            # of their weights.
+            if set(_compute_kernels(kernel)) <= set(_KERNELS):
+                views = kernel.emb_module.split_embedding_weights()
+                for config, view in zip(kernel._config.embedding_tables, views, strict=True):
+                    shards[config.name].views.append((view, kernel))
         return shards
 
     def _shard_configs(self) -> Iterator[tuple[int, Any]]:
@@ -651,21 +648,6 @@ def _rect(config: Any) -> Rect:
     return Rect(*config.local_metadata.shard_offsets, *config.local_metadata.shard_sizes)
 
 
-def _kernels_in(lookup: Any) -> Iterator[Any]:
-    while isinstance(lookup, DistributedDataParallel):
-        lookup = lookup.module
-    yield from lookup._emb_modules
-
-
 def _compute_kernels(kernel: Any) -> list[str]:
     """Return the compute kernel of each table of a kernel."""
     return [config.compute_kernel.value for config in kernel._config.embedding_tables]
-
-
-def _shard_views(kernel: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the config and the live weights of each shard of a kernel."""
-    # Others are refused by locate(). Reading key-value or virtual tables would allocate all of
-    # their weights.
-    if set(_compute_kernels(kernel)) <= set(_KERNELS):
-        configs = kernel._config.embedding_tables
-        yield from zip(configs, kernel.emb_module.split_embedding_weights(), strict=True)

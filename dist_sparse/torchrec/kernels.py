@@ -1,7 +1,7 @@
 """FBGEMM's operators and modules for inference, and TorchRec's metrics.
 
-Imports neither of them before it is called: artifacts are served without TorchRec, and checked
-without FBGEMM.
+Functions import them, not this module: artifacts are served without TorchRec, and checked without
+FBGEMM.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Numbers of FBGEMM's enums EmbeddingLocation, SparseType and PoolingMode, as it is not imported for
-# them.
+# Values of FBGEMM's enums EmbeddingLocation, SparseType and PoolingMode, so that reading them does
+# not import FBGEMM.
 HOST = 3
 SPARSE_TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3}
 POOLING = {"sum": 0, "mean": 1, "none": 2}
@@ -30,7 +30,7 @@ def available() -> bool:
 
 
 def select_jagged(values: Tensor, lengths: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chosen values and the lengths that are left: one pass over both."""
+    """Return the chosen values and the new lengths of their bags."""
     found: tuple[Tensor, Tensor] = torch.ops.fbgemm.masked_select_jagged_1d(values, lengths, chosen)
     return found
 
@@ -42,12 +42,12 @@ def look_up_stored(
 
     Args:
         tables: has ``weights``, of all tables, uint8, on the host, and ``no_weights``, the same of
-            devices, empty. For each feature ``placements``, :data:`HOST`; ``starts``, where its
-            table begins in ``weights``, in bytes; ``types``, one of :data:`SPARSE_TYPES`, all the
-            same. ``columns``: where the columns of each feature begin in the result, and their
-            number, ``total``. ``widest``: the columns of the widest table by type.
+            devices, empty. For each feature: ``placements``, :data:`HOST`; ``starts``, the offset
+            of its table in ``weights``, in bytes; ``types``, one of :data:`SPARSE_TYPES`, all the
+            same; ``columns``, the offset of its columns in the result. ``total``: the columns of
+            the result. ``widest``: the columns of the widest table, by type.
         rows: int32 ``(n,)``, feature after feature, in each of them bag after bag.
-        offsets: int32 ``(features * bags + 1,)``: where each bag starts.
+        offsets: int32 ``(features * bags + 1,)``: of the bags in ``rows``.
         pooling: one of :data:`POOLING`.
         factors: float32 ``(n,)``, a factor for each row.
     """
@@ -88,7 +88,7 @@ class StoredRows:
         pooling: ``"sum"``, ``"mean"`` or ``"none"``.
         rows: uint8 ``(n, bytes)``.
         scale_bias: of 8 and 4 bits, uint8 ``(n, 4)``: two float16.
-        remap: the row of each id, -1 of removed ids: int32 ``(ids,)``; None in TorchRec's module.
+        remap: the row of each id, int32 ``(ids,)``, -1 for removed ids; None in TorchRec's module.
     """
 
     name: str
@@ -107,8 +107,8 @@ class StoredRows:
 
 
 def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
-    """Return FBGEMM's module over tables of one pooling and a feature each, which takes the ids of
-    the models. They are remapped by arrays: 4 bytes per id of the original table."""
+    """Return FBGEMM's module over tables with the same pooling, each with one feature. It takes the
+    model's own ids and remaps them by arrays: 4 bytes per id of the original table."""
     from fbgemm_gpu.split_embedding_configs import SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
@@ -142,7 +142,7 @@ def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
 
 
 def bag_collection(tables: Sequence[StoredRows], is_weighted: bool) -> nn.Module:
-    """Return TorchRec's quantized EmbeddingBagCollection, which takes rows for ids."""
+    """Return TorchRec's quantized EmbeddingBagCollection. Its ids are row numbers."""
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
     from torchrec.quant.embedding_modules import EmbeddingBagCollection
 
@@ -162,7 +162,7 @@ def bag_collection(tables: Sequence[StoredRows], is_weighted: bool) -> nn.Module
         is_weighted=is_weighted,
         device=torch.device("cpu"),
         table_name_to_quantized_weights={table.name: table.weights for table in tables},
-        # The names of shard_quant_model's state: a model that it has sharded loads this one's.
+        # Named as in the state of shard_quant_model(): a model that it has sharded can load this.
         quant_state_dict_split_scale_bias=True,
         row_alignment=1,
     )

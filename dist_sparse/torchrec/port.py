@@ -54,12 +54,12 @@ from dist_sparse.torchrec.kernels import select_jagged
 def processes_features(module: nn.Module) -> bool:
     """Return whether a module reads the collection in it without calling it, behind a feature
     processor."""
-    kinds = FeatureProcessedEmbeddingBagCollection, ShardedFeatureProcessedEmbeddingBagCollection
-    return isinstance(module, kinds)
+    processor = FeatureProcessedEmbeddingBagCollection
+    return isinstance(module, processor | ShardedFeatureProcessedEmbeddingBagCollection)
 
 
 def averages(module: nn.Module) -> bool:
-    """Return whether a module averages copies of its tables now and then, by its method
+    """Return whether a module averages copies of its tables periodically, by its method
     ``sync``."""
     return isinstance(module, DMPCollection)
 
@@ -109,10 +109,7 @@ def compact_refusal(model: Any, module: Any) -> str | None:
         " divides those too; give them collections of their own": _misdivided(module, means),
         "need_indices=True is not supported": tables.needs_indices,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            return reason
-    return None
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _module_reasons(module: nn.Module) -> dict[str, bool]:
@@ -130,6 +127,7 @@ def _module_reasons(module: nn.Module) -> dict[str, bool]:
 
 def _wrapper_reasons(model: Any) -> dict[str, bool]:
     """Return reasons against compacting a DistributedModelParallel, and whether each holds."""
+    # By exact class: DMPCollection, of 2-D parallelism, is a subclass.
     if type(model) is not DistributedModelParallel:
         name = type(model).__name__
         return {
@@ -240,6 +238,7 @@ def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
             device=model.device,
             plan=ShardingPlan(dict(plan)),
             sharders=model.sharders,
+            # wrap_layers() does it, in a step of its own on which all ranks agree.
             init_data_parallel=False,
             data_parallel_wrapper=model._data_parallel_wrapper,
         )
@@ -293,7 +292,7 @@ def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTen
     return ids.permute([places[feature] for feature in features])
 
 
-def take(
+def unpack_ids(
     ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return values, lengths and weights (None if the collection is not weighted) in the order of
@@ -302,20 +301,6 @@ def take(
     Raises:
         ValueError: a feature or weights are missing, or batches differ in size by feature.
     """
-    _refuse_unfit(ids, weighted)
-    if list(ids.keys()) != list(features):
-        ids = reordered(ids, features)
-    return ids.values(), ids.lengths(), ids.weights() if weighted else None
-
-
-def keyed(
-    keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None
-) -> KeyedJaggedTensor:
-    """Return a KeyedJaggedTensor of ids, feature after feature."""
-    return KeyedJaggedTensor(list(keys), values, weights=weights, lengths=lengths)
-
-
-def _refuse_unfit(ids: KeyedJaggedTensor, weighted: bool) -> None:
     if not isinstance(ids, KeyedJaggedTensor):
         raise ValueError(
             f"Invalid ids, {type(ids)}: must be a KeyedJaggedTensor or tensors of values and"
@@ -332,9 +317,12 @@ def _refuse_unfit(ids: KeyedJaggedTensor, weighted: bool) -> None:
             ),
         }
     )
+    if list(ids.keys()) != list(features):
+        ids = reordered(ids, features)
+    return ids.values(), ids.lengths(), ids.weights() if weighted else None
 
 
-def give(
+def pack_outputs(
     rows: Tensor, lengths: Tensor, outputs: Sequence[str], dims: Sequence[int], pooled: bool
 ) -> KeyedTensor | dict[str, JaggedTensor]:
     """Return pooled rows as a KeyedTensor, or the rows of ids as one JaggedTensor per output."""
@@ -349,7 +337,7 @@ def give(
     }
 
 
-def among(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
+def select_ids(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
     """Return a KeyedJaggedTensor of the ``chosen`` ids, bool ``(n,)``, and their weights, through
     which gradients flow back."""
     values, lengths = select_jagged(features.values(), features.lengths(), chosen)
@@ -374,6 +362,7 @@ def with_outputs(output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
         change: takes an output's name and its values, ``(..., columns)``, and returns values of as
             many rows.
     """
+    # Still on its way: TorchRec calls the callbacks when the output is waited for.
     if isinstance(output, LazyAwaitable):
         output.callbacks.append(lambda arrived: with_outputs(arrived, change))
         return output

@@ -1,4 +1,4 @@
-"""A small sharded model with which ``dist-sparse selftest`` tries a machine."""
+"""The small sharded model that ``dist-sparse selftest`` trains."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrialModel(nn.Module):
             )
             for name, (rows, cols) in shapes.items()
         ]
-        # Without memory: each rank allocates its own shards.
+        # On the meta device: DistributedModelParallel allocates each rank's shards.
         self.tables = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
         self.over = nn.Linear(sum(cols for _, cols in shapes.values()), 1)
 

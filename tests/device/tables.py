@@ -113,11 +113,9 @@ class Kernel(nn.Module):
     def hyperparameters(self) -> dict[str, float]:
         return {"lr": RATE, "eps": EPS}
 
-    def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
+    def mask_weights(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
         ends = call["offsets"][:: call["bags"]]
         flags = kept(call["indices"], ends if ends.is_cuda else ends.tolist())
-        if flags is None:
-            return None
         given = call["per_sample_weights"]
         weights = flags.float() if given is None else given.masked_fill(~flags, 0)
         return {**call, "per_sample_weights": weights}

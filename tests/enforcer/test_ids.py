@@ -48,7 +48,7 @@ def test_by_sample(data: st.DataObject) -> None:
 
     flags = {table: ~torch.tensor(rows) for table, rows in enumerate(tables) if rows is not None}
     kept = KeptIds(flags, features)
-    found = kept.among(given_)
+    found = kept.select(given_)
 
     assert torch.equal(given_.values(), before)
     outside = any(
@@ -97,7 +97,7 @@ def test_batches_of_several_sizes() -> None:
         lengths=torch.tensor([2, 1, 2]),
         stride_per_key_per_rank=[[2], [1]],
     )
-    found = KeptIds({0: torch.tensor([False, True, True])}, [0, 1]).among(features)
+    found = KeptIds({0: torch.tensor([False, True, True])}, [0, 1]).select(features)
     assert found.values().tolist() == [1, 2, 2, 0] and found.lengths().tolist() == [1, 1, 2]
     assert found.variable_stride_per_key() and found.stride_per_key() == [2, 1]
 

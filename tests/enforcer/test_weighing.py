@@ -230,7 +230,7 @@ def _equal(mine: Tensor, theirs: Tensor, close: bool) -> None:
 
 def as_on_a_device(kind: str) -> Any:
     """No ids are dropped, as if one of them were out of range."""
-    passed_on = mock.patch.object(KeptIds, "among", lambda self, features: features)
+    passed_on = mock.patch.object(KeptIds, "select", lambda self, features: features)
     return mock.MagicMock() if kind == "dropped" else passed_on
 
 
