@@ -399,7 +399,9 @@ class Served(nn.Module):
                 )
             from dist_sparse.torchrec import port
 
-            values, lengths, weights = port.unpack_ids(ids, self.features, self._collection.weighted)
+            values, lengths, weights = port.unpack_ids(
+                ids, self.features, self._collection.weighted
+            )
             found = self.lookup(values, lengths, weights)
             is_pooled = self._collection.kind == "bag"
             return port.pack_outputs(found, lengths, self.outputs, self.dims, is_pooled)
