@@ -155,7 +155,7 @@ class TestSparsify:
             ({"score": "accumulator"}, "'bag': no Adagrad steps it"),
             (
                 {"score": "frequency"},
-                "'bag': score='frequency' counts the lookups of tables with a fused",
+                "'bag': score='frequency' needs a fused optimizer",
             ),
         ],
         ids=str,
