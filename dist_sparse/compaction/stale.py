@@ -70,7 +70,7 @@ def consume_parameter(parameter: nn.Parameter, name: str, action: str) -> None:
         RuntimeError: The table item.weight was compacted, and its memory released: ...
     """
     message = (
-        f"The table {name} was {action}ed, and its memory released. Create whatever held it again"
+        f"The table {name} was {action}ed, and its memory released: create whatever held it again"
         f" from the model that {action}() returned: optimizers, parameter lists, averages."
     )
 
