@@ -165,9 +165,8 @@ class SparsifyCallback(Callback):
             training.load_state_dict(state)
         if trainer.is_global_zero and (sharded := training.partial_tables):
             _log.warning(
-                "The tables %s are sharded: Lightning's checkpoints hold the weights and masks of"
-                " one rank, so that training can't be resumed from them. Save the model and this"
-                " callback by dcp.save().",
+                "The tables %s are sharded: training can't be resumed from Lightning's checkpoints,"
+                " which hold one rank's shards. Save the model and this callback by dcp.save().",
                 sharded,
             )
         self._loaded = None

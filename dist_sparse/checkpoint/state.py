@@ -93,8 +93,8 @@ def as_json(name: str, value: object) -> Json:
         if json.loads(json.dumps(value, allow_nan=False)) == value:
             return value
     raise ValueError(
-        f"Invalid {name}: must be what JSON gives back: dicts with strings as keys, lists (no"
-        " tuples), strings, finite numbers, True, False and None; nothing is pickled."
+        f"Invalid {name}: must be JSON: dicts with strings as keys, lists (no tuples), strings,"
+        " finite numbers, True, False and None."
     )
 
 
@@ -301,8 +301,8 @@ class OptimizerState:
             if not merge:
                 raise ValueError(
                     f"{path!r} has a number for each row of a column shard: it was saved with"
-                    f" cuts at columns {before}, and they are at {now} now. Cut the table as"
-                    " before, or pass row_wise_state='merge'."
+                    f" cuts at columns {before}, not {now}. Cut the table there, or pass"
+                    " row_wise_state='merge'."
                 )
             shape = self._params[_key_and_name(path)[0]].param.shape
             targets[path], change = merging(self.tensors[path], shape, before, now)

@@ -343,9 +343,8 @@ def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]
         rows, columns = located[name].shape
         if rows < LEAST_ROWS:
             raise ValueError(
-                f"Table {name!r} has {count(rows)} rows, and codes are for tables of at least"
-                f" {count(LEAST_ROWS)}: books of 512 bytes a column outweigh what they save."
-                " codes= by name leaves other tables as they are."
+                f"Table {name!r} has {count(rows)} rows; codes need at least {count(LEAST_ROWS)} to"
+                " save more than their books take. Name larger tables in codes=."
             )
         groups[name] = integer("codes", by_name[name], least=1, most=columns, of=name)
         if columns % groups[name]:

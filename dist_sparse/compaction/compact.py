@@ -225,9 +225,8 @@ def _refuse_partial_rows(data: ShardedData, block: Block) -> None:
     height, width = block
     if height != 1 or width < data.shape[1]:
         raise ValueError(
-            f"Table {data.name!r} has masks of blocks ({height}, {width}), and only whole "
-            "rows can be compacted, (1, ROW), or columns of rotated tables: what a finer "
-            "mask removes inside of kept rows would come back. export() stores such masks."
+            f"Table {data.name!r} has masks of blocks ({height}, {width}); compact() needs whole"
+            " rows, (1, ROW), or columns of rotated tables."
         )
 
 

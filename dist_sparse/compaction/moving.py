@@ -191,9 +191,8 @@ def move_rowwise(
         # ``wanted`` is the same on every rank, so all ranks raise.
         if (rect.col, rect.cols) not in spans:
             raise ValueError(
-                f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the"
-                f" table is cut into the columns {spans} (first, count): the state of other"
-                " columns can't be derived from theirs."
+                f"Table {source.name!r}: row-wise optimizer state of {rect} can't be derived from"
+                f" that of the columns {spans} (first, count)."
             )
         return Rect(rect.row, spans.index((rect.col, rect.cols)), rect.rows, 1)
 

@@ -70,9 +70,8 @@ def consume_parameter(parameter: nn.Parameter, name: str, action: str) -> None:
         RuntimeError: The table item.weight was compacted, and its memory released: ...
     """
     message = (
-        f"The table {name} was {action}ed, and its memory released: what holds it was made before."
-        f" Make it again from the model that {action}() returned: optimizers, lists for clipping"
-        " or L2, averages of weights."
+        f"The table {name} was {action}ed, and its memory released: create whatever held it again"
+        f" from the model that {action}() returned: optimizers, parameter lists, averages."
     )
 
     def refuse(*args: Any, **kwargs: Any) -> Any:

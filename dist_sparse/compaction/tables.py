@@ -106,9 +106,9 @@ class CompactTable(nn.Module):
         if reader.partition(".")[0] == "torch":
             return self.stored_weight
         raise RuntimeError(
-            f"weight of a {type(self).__name__} has row numbers, not ids: it stores"
-            f" {self.index.stored} of {self.index.rows} rows. Read full_weight(), which has a row"
-            " for each id, in place of weight; or stored_weight, the parameter."
+            f"weight of a {type(self).__name__} stores {self.index.stored} of {self.index.rows}"
+            " rows, so ids are not its row numbers. Read full_weight(), with a row for each id, or"
+            " stored_weight, the parameter."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

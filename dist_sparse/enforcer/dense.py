@@ -111,9 +111,8 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         yield optimizer
     else:
         raise ValueError(
-            f"Invalid optimizer of type {type(optimizer).__name__}: must be a torch.optim.Optimizer"
-            " whose constructor has run, or a wrapper of one in its attribute _optimizer: masks"
-            " are applied by a hook on its step()."
+            f"Invalid optimizer of type {type(optimizer).__name__}: must be an initialized"
+            " torch.optim.Optimizer, or a wrapper with one in its attribute _optimizer."
         )
 
 
@@ -426,10 +425,9 @@ class DenseWeights:
                     f"No optimizer given steps {target.name!r}, which requires a gradient: its"
                     " removed weights would come back unseen. Pass all optimizers, or freeze it by"
                     " requires_grad_(False).": target.holder.parameter.requires_grad,
-                    f"Can't tell what writes {target.name!r}: it is not a parameter, and none of"
-                    " the given optimizers steps it, so removed weights might come back undetected."
-                    " Register the model that contains it by add_model(), or call squash_mask()"
-                    " first.": not target.writers_known,
+                    f"Can't tell what writes {target.name!r}: it is no parameter, and no optimizer"
+                    " given steps it. Register the model that contains it by add_model(), or call"
+                    " squash_mask() first.": not target.writers_known,
                 }
             )
 

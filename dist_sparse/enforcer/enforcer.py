@@ -346,10 +346,9 @@ class MaskEnforcer(Enforcer):
         self._clean_all()
         if revived := before - self._nonzero():
             warnings.warn(
-                f"The model was loaded with {revived.total()} non-zero weights that the masks"
-                f" remove, in {cut(', '.join(map(repr, revived)), 100)}; they are 0 now, so this is"
-                " not the model that was saved. Load the state of the sparsifier that was saved"
-                " with it too, before the next forward.",
+                f"The masks zeroed {revived.total()} of the loaded weights, in"
+                f" {cut(', '.join(map(repr, revived)), 100)}: this is not the saved model. Load the"
+                " state of its sparsifier too, before the next forward.",
                 stacklevel=2,
             )
 

@@ -52,9 +52,8 @@ def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     if (wiring.hooked or wiring.replicating) and not _of_one_loss(claims):
         raise ValueError(
             "Several OptimSchedulers share a model in DDP or with sharded tables, which need one"
-            " backward per forward: their losses must be one and the same tensor, with the same"
-            " accum_grad and use_amp. Or pass each a loss of its own name from a forward of its"
-            " own. Delete those that are no longer stepped."
+            " backward per forward. Give them the same loss tensor, accum_grad and use_amp, or"
+            " losses of separate forwards by different names. Delete those no longer stepped."
         )
 
 

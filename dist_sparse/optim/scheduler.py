@@ -362,8 +362,8 @@ class OptimScheduler(abc.ABC):
         # The gradients of fused tables are never materialized.
         fused = self._wiring.fused
         why = (
-            "the model has fused tables, which are updated inside every backward, before gradients"
-            " can be scaled or accumulated. Use amp_dtype=torch.bfloat16, or larger batches."
+            "every backward updates the model's fused tables, before gradients can be scaled or"
+            " accumulated. Use amp_dtype=torch.bfloat16, or larger batches."
         )
         rules = {
             f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": (

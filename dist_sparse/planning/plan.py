@@ -290,8 +290,8 @@ _NARROW = {
 _NO_GAIN_FROM = 40
 
 _HEADERS = (
-    "Of such short rows 4 bytes of scale and bias are a large part; int4 by column and codes have "
-    "none. They gained on Gowalla, and on data that over-fits fewer columns win: measure them too."
+    "Scale and bias take 4 bytes, a large part of such short rows; int4 by column and codes have "
+    "neither. They gained on Gowalla; on data that over-fits, fewer columns win. Measure them too."
 )
 _INT8 = (
     "int8{} changed AUC by less than 0.0001 wherever it was measured. Remove nothing else: that"

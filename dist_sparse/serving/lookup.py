@@ -435,8 +435,8 @@ def _stored_rows(table: StoredTable, name: str, features: Sequence[str], zeros: 
 
     entry = table.entry
     rotated = (
-        f"Table {name!r} was rotated alone: its outputs are turned back by a matrix, for which"
-        " other libraries have no place. Rotate its group instead, or serve it by this one."
+        f"Table {name!r} was rotated alone, and other libraries can't rotate its outputs back."
+        " Rotate its group instead, or serve it by dist_sparse."
     )
     odd = f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even."
     refuse({rotated: entry.turned, odd: entry.dtype == "int4" and entry.dim % 2})

@@ -437,9 +437,8 @@ class BaseDataSparsifier(MaskMaker):
             plain = saved["state"].keys()
             both = sorted(plain & {*packed.names})
             trains = (
-                f"The state holds copies of the plain data {sorted(plain)}, which would take the"
-                " place of the tensors that train: detach() the enforcer, load, add_data() the"
-                " tensors again, and attach it."
+                f"Copies of the plain data {sorted(plain)} in the state would replace the tensors"
+                " that train: detach() the enforcer, load, add_data() the tensors again, attach()."
             )
             taken = f"The state has plain data of the names {both}, sharded tables here."
             refuse({trains: plain and self.masks.enforcer is not None, taken: both})

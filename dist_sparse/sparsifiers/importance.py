@@ -209,9 +209,8 @@ class ImportanceSparsifier(DataNormSparsifier):
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         if self.counts_lookups and data.kernel not in FUSED:
             raise ValueError(
-                f"Table {data.name!r}: score='frequency' counts the lookups of tables with a fused"
-                f" optimizer, and this one is {data.kernel or data.sharding}; 'accumulator' knows"
-                " the traffic of others, if Adagrad steps them."
+                f"Table {data.name!r}: score='frequency' needs a fused optimizer, and this table is"
+                f" {data.kernel or data.sharding}; 'accumulator' needs Adagrad only."
             )
         return super().check_config(data, config)
 
@@ -280,9 +279,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         """
         if self.masks.enforcer is None:
             raise ValueError(
-                f"score={self.scored_by!r} needs an attached MaskEnforcer, which knows the"
-                " optimizers and sees the ids: call MaskEnforcer(sparsifier).attach(optimizer), or"
-                " use sparsify()."
+                f"score={self.scored_by!r} needs an attached MaskEnforcer: call"
+                " MaskEnforcer(sparsifier).attach(optimizer), or use sparsify()."
             )
         return self.masks.enforcer.accumulators()
 
@@ -306,8 +304,8 @@ def _adagrad_totals(name: str, shard: Shard, sums: Mapping[int, tuple[Tensor, fl
     """
     if shard.tensor.data_ptr() not in sums:
         raise ValueError(
-            f"Table {name!r}: no Adagrad steps it, so that there are no sums of squared gradients"
-            " to score it by; score='norm' needs none, 'frequency' counts lookups of fused tables."
-            " The level 'untouched' needs Adagrad's sums or these counts."
+            f"Table {name!r}: no Adagrad steps it, so there are no sums of squared gradients. Use"
+            " score='norm', or 'frequency' for a fused table; the level 'untouched' needs the sums"
+            " or 'frequency'."
         )
     return RowTotals(shard.rect, *sums[shard.tensor.data_ptr()])

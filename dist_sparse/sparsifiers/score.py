@@ -358,9 +358,8 @@ class ScoreSparsifier(BaseDataSparsifier):
             ValueError: names the table and the rule.
         """
         raise ValueError(
-            f"Table {data.name!r}: the level 'untouched' needs a score that is 0 for rows without"
-            " a lookup: an ImportanceSparsifier with score='accumulator', where Adagrad steps the"
-            " table, or 'frequency', where its optimizer is fused."
+            f"Table {data.name!r}: the level 'untouched' needs an ImportanceSparsifier with"
+            " score='accumulator' (tables stepped by Adagrad) or 'frequency' (fused tables)."
         )
 
     def _most_removed(self, data: ShardedData, block: Block, blocks: int, level: float) -> int:
@@ -479,9 +478,8 @@ def _check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
             row = rect.row + int(wrong[0]) // kept.scores.bits.shape[1]
             raise ValueError(
                 f"Table {table.goal.data.name!r}: {len(wrong)} kept scores differ from those of the"
-                f" weights, the first in row {row}: weights were written in a way that torch does"
-                " not count. After apply_masks() every row is scored again; with full_every=1 no"
-                " scores are kept."
+                f" weights, the first in row {row}: torch did not count a write to the weights."
+                " apply_masks() scores every row again; full_every=1 keeps no scores."
             )
 
 

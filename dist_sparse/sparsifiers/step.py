@@ -40,8 +40,7 @@ Noted = Sequence[tuple[Facts, list[str]]]
 
 _DRIFTED = (
     "Replicas have drifted from their first holder's: {places}. Nothing was changed. Load the same"
-    " checkpoint on all ranks, or broadcast weights and optimizer state from the first, and find"
-    " what updates them differently."
+    " checkpoint on all ranks, or broadcast weights and optimizer state."
 )
 
 

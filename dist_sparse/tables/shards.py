@@ -295,9 +295,8 @@ def check_cached(data: ShardedData, block: Block) -> Block:
     """
     if data.kernel == CACHED and block[1] < data.shape[1]:
         raise ValueError(
-            f"Table {data.name!r}: a mask of {block[0]} x {block[1]} elements is finer than rows,"
-            f" and the compute kernel {CACHED!r} caches rows on the device, where a part of a row"
-            " can't be zeroed. Remove whole rows, by sparse_block_shape=(1, ROW), or choose the"
+            f"Table {data.name!r}: the compute kernel {CACHED!r} can't zero parts of cached rows,"
+            f" as blocks of {block[0]} x {block[1]} need. Use sparse_block_shape=(1, ROW), or the"
             " compute kernel 'fused_uvm'."
         )
     return block

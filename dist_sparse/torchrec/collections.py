@@ -239,13 +239,11 @@ class Kernel:
         start = f"The tables {tables} have the compute kernel {CACHED!r}, and"
         refuse(
             {
-                f"{start} rows in their cache are prefetched for a coming lookup, so that they"
-                " can't be written back: train with TrainPipelineSparseDist, which prefetches"
-                " none.": self._batch.timesteps_prefetched,
+                f"{start} prefetched rows can't be written back from the cache: use"
+                " TrainPipelineSparseDist, which has none.": self._batch.timesteps_prefetched,
                 # The backward would write to cache slots that hold other rows by then.
-                f"{start} a lookup waits for its backward, so that rows in their cache can't be"
-                " written back: update masks and read weights after the backward, and free outputs"
-                " that get none.": _pending.get(self._batch),
+                f"{start} a lookup waits for its backward: update masks and read weights after it,"
+                " and free outputs that get none.": _pending.get(self._batch),
             }
         )
         self._batch.flush()
@@ -270,9 +268,8 @@ class FbgemmBatch(Kernel):
         self.is_adagrad = "ADAGRAD" in self._update_rule
         if self._update_rule not in ROW_WRITERS:
             raise ValueError(
-                f"The tables {self.tables} have the fused optimizer {self._update_rule}, which"
-                " may write rows that no batch has looked up, as far as dist_sparse knows: removed"
-                " weights would come back unseen."
+                f"The tables {self.tables} have the fused optimizer {self._update_rule}, which may"
+                " write rows that no batch has looked up, removed ones too."
             )
 
     @property

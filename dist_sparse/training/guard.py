@@ -186,8 +186,9 @@ class Guard:
                     sparsifier.decay < 1
                 ),
                 "The first guard() must come before the first mask update that removes weights: its"
-                " metric is the reference, and nothing was kept of earlier updates. Validate before"
-                " begin=, or begin later.": state.mode is None and not masks.tables.keeps_all,
+                " metric is the reference. Validate before begin=, or begin later.": state.mode
+                is None
+                and not masks.tables.keeps_all,
             }
         )
         self._last.check(masks.tables.locate())

@@ -364,8 +364,8 @@ class SparseTraining:
         if self._unused:
             raise RuntimeError(
                 f"No forward has used the collections {sorted(self._unused)} since sparsify(): the"
-                " model was wrapped or copied afterwards, so that other tables train. Call"
-                " sparsify() on the DistributedModelParallel."
+                " model was wrapped or copied later. Call sparsify() on the"
+                " DistributedModelParallel."
             )
         # The schedule has set enable_mask_update for this step, and the guard may hold it back: in
         # this order.

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
 @pytest.mark.parametrize("extra", [(1, 2), {1: 2}, float("nan"), {"a": torch.ones(1)}, object()])
 def test_extra_is_what_json_gives_back(extra: Any, tmp_path: Path) -> None:
     job = Job(tmp_path, sparse=False)
-    with pytest.raises(ValueError, match="Invalid extra: must be what JSON gives back"):
+    with pytest.raises(ValueError, match="Invalid extra: must be JSON"):
         job.checkpoints.save(1, **job.parts, extra=extra)
     assert job.checkpoints.steps() == []
 

@@ -82,7 +82,7 @@ def test_merged_row_wise_state_follows_the_rule(world: int, saved: Path, tmp_pat
     """Refused unless the user wants it; then the mean of the cuts, weighted by their columns."""
     whole, cut = Job("row_wise", saved / "2-column_wise"), Job("column_wise", tmp_path)
     with pytest.raises(
-        ValueError, match=r"saved with cuts at columns \[0, 8\], and they are at \[0\] now.*'merge'"
+        ValueError, match=r"saved with cuts at columns \[0, 8\], not \[0\].*'merge'"
     ):
         whole.checkpoints.resume_latest(**whole.parts)
     resumed = whole.checkpoints.resume_latest(**whole.parts, row_wise_state="merge")

@@ -212,7 +212,9 @@ def refused(net: nn.Module, words: str, block: Any = (1, "ROW"), **how: Any) -> 
 
 
 def test_refused() -> None:
-    refused(Net(), r"'bags' has masks of blocks \(1, 4\), and only whole rows", block=(1, 4))
+    refused(
+        Net(), r"'bags' has masks of blocks \(1, 4\); compact\(\) needs whole rows", block=(1, 4)
+    )
     refused(nn.ModuleDict({"own": Odd(20, 4)}), r"own\.weight belongs to a Odd")
     refused(nn.Sequential(nn.EmbeddingBag(20, 4, mode="max")), r"0\.weight has mode='max'")
     refused(Net(), r"bags\.weight is stepped by a plain optimizer.*optimizer=\(\)", optimizer=None)

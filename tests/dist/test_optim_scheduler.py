@@ -336,7 +336,7 @@ def check_refused(_: None) -> None:
         losses, pair = model(batch(dist.get_rank())), made(model, plans(which))
         for scheduler in pair:
             refuses(
-                "must be one and the same tensor", partial(scheduler.step, losses, None, "a", 1, 1)
+                "Give them the same loss tensor", partial(scheduler.step, losses, None, "a", 1, 1)
             )
     assert same(before, copied(model.module)) and model.module.decoder.weight.grad is None
     pair = made(model, plans("two losses"))

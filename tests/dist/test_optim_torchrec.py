@@ -194,7 +194,7 @@ def check_dense_losses(_: None) -> None:
     before = held(model)
     for scheduler in (over, tables):
         losses = losses_of(model, cell, dist.get_rank())
-        refuses("must be one and the same tensor", partial(scheduler.step, losses, None, "a", 1, 1))
+        refuses("Give them the same loss tensor", partial(scheduler.step, losses, None, "a", 1, 1))
     assert all(torch.equal(value, before[key]) for key, value in held(model).items())
     over = Steady("SGD", {"lr": LR}, model, updated_modules="over", **conf)
     trained(model, cell, [tables, over], context=False)

@@ -257,7 +257,8 @@ class TestLoadedWeights:
             "settle": enforcer.settle,
         }
         with pytest.warns(
-            UserWarning, match=r"non-zero weights.*masks remove.*'first'.*state of the sparsifier"
+            UserWarning,
+            match=r"masks zeroed .* of the loaded weights, in 'first'.*state of its sparsifier",
         ):
             read.get(reader, sparsifier.step)()
         assert revived(model, sparsifier) == 0

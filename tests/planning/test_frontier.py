@@ -215,4 +215,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "none is measured twice"
     )
     assert main([*words, "--metric", "auc"]) == 1
-    assert "Invalid metric='auc'" in capsys.readouterr().err
+    assert "Invalid --metric='auc'" in capsys.readouterr().err

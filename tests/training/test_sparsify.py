@@ -155,7 +155,7 @@ class TestSparsify:
             ({"score": "accumulator"}, "'bag': no Adagrad steps it"),
             (
                 {"score": "frequency"},
-                "'bag': score='frequency' counts the lookups of tables with a fused",
+                "'bag': score='frequency' needs a fused optimizer",
             ),
         ],
         ids=str,
@@ -451,7 +451,7 @@ class TestWhileAttached:
         few(model, optimizers)
         saved = sparsifier.state_dict()
         with pytest.raises(
-            ValueError, match=r"copies of the plain data \['bag', .*detach\(\) the enforcer"
+            ValueError, match=r"Copies of the plain data \['bag', .*detach\(\) the enforcer"
         ):
             sparsifier.load_state_dict(saved)
         assert (
