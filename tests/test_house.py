@@ -33,11 +33,11 @@ CODE = sources("dist_sparse", "launch", "examples", "benchmarks", "tests")
 LIMITS = {
     "characters of code": 800_000,
     "decisions per 100 lines of code": 19,
-    "decisions per 1,000 characters": 5.02,  # 5
+    "decisions per 1,000 characters": 5,
     "decisions of a function": 12,
     "functions above 12 decisions": 0,
     "nested comprehensions": 0,
-    "lines without a comment, %": 95,
+    "lines without a comment, %": 94.5,
     "lines of a file": 700,
     "private reads": 0,
     "import circles": 0,
