@@ -199,7 +199,8 @@ def state_of(
         if not isinstance(value, Tensor):
             continue
         state = local(value)
-        initial = initial_state(optimizer, parameter, name)
+        # As the state holds it: a float32 sum that began at 0.1 differs from the float64 option.
+        initial = torch.tensor(initial_state(optimizer, parameter, name), dtype=state.dtype).item()
         # State of other shapes, such as a step count, belongs to no element and no row.
         if state.shape == here.shape and state.is_contiguous():
             found[name] = state.view(-1)[first:last].view_as(weight), initial

@@ -120,12 +120,26 @@ class TestSparsify:
         counts = removed(masks, dict.fromkeys(masks, (1, 4)))
         assert counts == {"bag": 23, "emb": 8, "scale": 1, "over/weight": 8, "over/bias": 1}
 
+    @pytest.mark.parametrize("initial", [0.5, 0.1, 0.7])
+    def test_untouched_rows_with_initial_sums(self, initial: float) -> None:
+        """float32 rounds 0.1 up and 0.7 down: neither may make a row touched or negative."""
+        model = nn.EmbeddingBag(50, 4)
+        optimizer = optim.Adagrad(model.parameters(), initial_accumulator_value=initial)
+        with sparsify(model, optimizer, level="untouched", end=0) as sparse:
+            model(torch.arange(10).view(2, 5)).sum().backward()
+            optimizer.step()
+            sparse.step()
+            assert sparse.sparsifier.full_mask("weight").all(1).nonzero().flatten().tolist() == [
+                *range(10)
+            ]
+
+    @pytest.mark.parametrize("initial", [0.5, 0.1, 0.7])
     @pytest.mark.parametrize("kind", [optim.Adagrad, RowWiseAdagrad])
-    def test_scored_by_adagrad_where_it_is_there(self, kind: Any) -> None:
+    def test_scored_by_adagrad_where_it_is_there(self, kind: Any, initial: float) -> None:
         """Rows that no batch has touched are removed first, those with the smallest norm first of
         them."""
         model = nn.EmbeddingBag(50, 4)
-        optimizer = kind(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        optimizer = kind(model.parameters(), lr=0.1, initial_accumulator_value=initial)
         with sparsify(model, optimizer, level=0.5, begin=1, end=1) as sparse:
             assert sparse.sparsifier.scored_by == "norm_accumulator"
             for _ in range(2):
