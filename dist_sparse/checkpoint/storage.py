@@ -79,9 +79,9 @@ class Marker:
     """The entries of ``COMMITTED``.
 
     Args:
-        step: of the checkpoint.
-        world: number of ranks that wrote it.
-        files: bytes and CRC32 of each, by name.
+        step: the step of the checkpoint.
+        world: the number of ranks that wrote it.
+        files: bytes and CRC32 of each file, by name.
     """
 
     step: int
@@ -142,11 +142,11 @@ class Folders:
 
         Warn of a newer folder without a marker, which may have been lost.
         """
-        steps, found = self.steps(), self._found()
-        if steps[-1:] != found[-1:]:
+        steps, folders = self.steps(), self._found()
+        if steps[-1:] != folders[-1:]:
             warnings.warn(
-                f"{self.path(found[-1])} is newer than all checkpoints, and has no {MARKER}: it is"
-                " of a save that was killed or failed, or the file was lost.",
+                f"{self.path(folders[-1])} is newer than all checkpoints, and has no {MARKER}: its"
+                " save failed, or the file was lost.",
                 stacklevel=3,
             )
         return max(steps, default=None)
@@ -248,8 +248,8 @@ class Folders:
 
         Args:
             step: whose folder does not exist yet, or is empty.
-            tensors: by key: plain ones, which the ranks hold in common, ShardedTensors, DTensors,
-                or any that DCP knows to write in pieces.
+            tensors: the tensors by key: plain ones, which are equal on all ranks, ShardedTensors,
+                DTensors, or any that DCP can write in pieces.
 
         Returns:
             Bytes and CRC32 of what this rank has written, by the name of the file.
@@ -261,8 +261,8 @@ class Folders:
         # Keys are flat already.
         by = default_planner.DefaultSavePlanner(flatten_state_dict=False)
         with _errors_of_ranks(f"Saving to {self.path(step)}"):
-            # Not DCP's save(), which calls this: it warns in a process without ranks, and a thread
-            # can't silence it, because filters of warnings belong to the process.
+            # DCP's public save() calls this too, but it warns in a process without ranks. A thread
+            # can't silence that, because filters of warnings belong to the process.
             _save_state_dict(dict(tensors), writer, group, no_dist=group is None, planner=by)
         return writer.written
 
@@ -276,10 +276,10 @@ class Folders:
         """Read saved tensors into ``tensors``, in place. Collective over ``group``.
 
         Args:
-            step: of the checkpoint.
-            metadata: from :meth:`metadata`; the tensors have passed :func:`check_saved`.
-            tensors: to read into, by key.
-            group: of the ranks; None is this process alone.
+            step: the step of the checkpoint.
+            metadata: what :meth:`metadata` returned; the tensors have passed :func:`check_saved`.
+            tensors: the tensors to read into, by key.
+            group: the process group of the ranks; None for this process alone.
 
         Raises:
             ValueError, OSError: on every rank, with the ranks at fault. Some tensors may have been
@@ -363,10 +363,7 @@ class Folders:
     def _refuse_irregular(self, path: str) -> None:
         # Before it is opened: opening a pipe would block, reading a device would not end.
         if self.local and not stat.S_ISREG(os.lstat(path).st_mode):
-            raise ValueError(
-                f"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a"
-                " device."
-            )
+            raise ValueError(f"{path} is refused: it must be a regular file, not a link.")
 
     def _sync(self, path: str) -> None:
         # Object stores have no sync.

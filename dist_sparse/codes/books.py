@@ -49,7 +49,8 @@ def decode_books(codes: Tensor, books: Tensor, columns: int) -> Tensor:
     Args:
         codes: uint8 ``(n, groups)``.
         books: float16 ``(groups, 256, width)``.
-        columns: of the table; columns of the last group beyond them are dropped.
+        columns: the number of columns of the table; the last group may have more, which are
+            dropped.
     """
     starts = ENTRIES * torch.arange(len(books), device=codes.device, dtype=torch.int32)
     return gather_entries(codes + starts, books.flatten(0, 1))[:, :columns].float()
@@ -78,7 +79,7 @@ def grid_scales(books: Tensor) -> Tensor:
     largest = books.float().abs().amax((1, 2)).tolist()
     bits = _entry_bits(books.shape[2])
     # frexp() returns the power of two above the largest entry, which gets the highest bit.
-    scales = [2.0 ** (bits - math.frexp(each)[1]) for each in largest]
+    scales = [2.0 ** (bits - math.frexp(weight)[1]) for weight in largest]
     return torch.tensor(scales, dtype=torch.float64, device=books.device).unsqueeze(1)
 
 
@@ -105,7 +106,7 @@ def assign(rows: Tensor, books: Tensor, out: Tensor) -> None:
 
     Args:
         rows: any floating dtype, ``(n, columns)``.
-        books: for these columns.
+        books: the books of these columns.
     """
     groups, _, width = books.shape
     scales = grid_scales(books).to(rows.device)
@@ -174,7 +175,7 @@ def _initial_book(vectors: Tensor) -> Tensor:
     # Removed rows are zeros, which entry 0 holds already.
     vectors = vectors[vectors.any(1)]
     if len(vectors):
-        # Not sorted by norm: its rounding depends on the machine.
+        # The rounding of a norm would depend on the machine.
         order = vectors.abs().amax(1).argsort(stable=True)
         places = torch.arange(1, ENTRIES) * len(vectors) // ENTRIES
         book[1:] = vectors[order[places]].clamp(-LARGEST_HALF, LARGEST_HALF).half()

@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,7 +47,7 @@ from dist_sparse.tables.hashing import STEP, mix64
 
 StrPath = str | os.PathLike[str]
 # An artifact, or an artifact and the deltas after it.
-Folders = StrPath | Sequence[StrPath]
+Folders = StrPath | Iterable[StrPath]
 
 MANIFEST = "manifest.json"
 # Suffix of unfinished folders.
@@ -69,7 +69,7 @@ class Opened(Generic[AnyManifest]):
 
     Args:
         path: the folder.
-        manifest: of it.
+        manifest: the manifest in it.
 
     Raises:
         ValueError: the file of the tables is missing, or does not fit the manifest.
@@ -130,7 +130,7 @@ def open_artifact(path: StrPath, kind: Any = Manifest, *, verify: bool = True) -
     """Open the folder that :func:`dist_sparse.export` wrote.
 
     Args:
-        path: of the folder.
+        path: the folder.
         kind: :class:`Manifest`, or :class:`Delta` for a folder of ``export(since=)``.
         verify: whether to verify all bytes, or only the manifest and the sizes.
 
@@ -145,7 +145,7 @@ def open_artifact(path: StrPath, kind: Any = Manifest, *, verify: bool = True) -
 
 def _read(folder: Path, kind: type[AnyManifest]) -> AnyManifest:
     file = folder / MANIFEST
-    unfinished = f"{folder} is what an unfinished export left: delete it, and export again."
+    unfinished = f"{folder} is an unfinished export: delete it, and export again."
     missing = f"{folder} holds no artifact: there is no {MANIFEST}."
     refuse({unfinished: folder.name.endswith(PARTIAL), missing: not file.is_file()})
     if file.stat().st_size > _MOST_BYTES:
@@ -205,7 +205,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         """Write the next rows of the tensor ``name``, in the dtype of :meth:`Table.layout`.
 
         Args:
-            ids: of the rows of an artifact, int64 ``(n,)``: see :func:`checksum`.
+            ids: the ids of the rows of an artifact, int64 ``(n,)``: see :func:`checksum`.
         """
         # Named, because memory_of() does not keep it alive.
         stored = part.detach().cpu().contiguous()
@@ -254,19 +254,15 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def folders_of(name: str, value: Any) -> list[StrPath]:
-    """Return the folders of an argument that is a path, or a list of the paths of an artifact and
-    the deltas after it.
+def folders_of(name: str, value: Any) -> list[Path]:
+    """Return the absolute paths of an argument that is a path, or an iterable of the paths of an
+    artifact and the deltas after it.
 
     Raises:
-        ValueError: it is something else, or an empty list; ``name`` is for the message.
+        ValueError: something in it is no path; ``name`` is for the message.
     """
-    folders = value if isinstance(value, (list, tuple)) else [value]
-    if not folders:
-        raise ValueError(f"Invalid {name}={value!r}: must name the folder of an artifact first.")
-    for folder in folders:
-        absolute_path(name, folder)
-    return [*folders]
+    is_one = isinstance(value, (str, os.PathLike)) or not isinstance(value, Iterable)
+    return [absolute_path(name, folder) for folder in ([value] if is_one else value)]
 
 
 def absolute_path(name: str, value: Any) -> Path:

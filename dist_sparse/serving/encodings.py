@@ -27,7 +27,7 @@ class Encoding(NamedTuple):
     """How rows of a dtype are stored.
 
     Args:
-        bits: of a weight; for ``"codes"`` of a group of columns.
+        bits: the bits of a weight; for ``"codes"`` those of a group of columns.
         stored: the dtype of the tensor of rows; two 4-bit codes share a byte.
         largest: the largest magnitude of a weight.
     """
@@ -65,7 +65,7 @@ def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> Tensors:
     A 0 decodes to exactly 0, any other weight to the nearest value.
 
     Args:
-        weight: of magnitudes up to the encoding's ``largest``.
+        weight: the rows, with magnitudes up to the encoding's ``largest``.
         scales: float16 ``(columns,)``, for 4 bits on a grid per column instead of per row.
 
     Returns:
@@ -77,12 +77,12 @@ def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> Tensors:
     if dtype not in ("int8", "int4"):
         return {"rows": weight.to(stored)}
     if scales is not None:
-        # In float64: a float32 division could round to the next step.
+        # The division is in float64: in float32 it could round to the next step.
         steps = torch.round(weight.double() / scales.double()).clamp_(_LEAST_STEP, _LAST_STEP)
         return {"rows": _pack_nibbles((steps.int() & 15).to(stored)), "scales": scales}
     scale_bias = half_grid(weight, bits)
     scale, bias = scale_bias.double().unsqueeze(-1).unbind(1)
-    # In float64 as above.
+    # The division is in float64 as above.
     exact = torch.round(weight.double() / scale - bias / scale)
     codes = exact.clamp_(0, 2**bits - 1).to(stored)
     return {"rows": _pack_nibbles(codes) if bits == 4 else codes, "scale_bias": scale_bias}
@@ -166,7 +166,7 @@ class ColumnSpread:
     Counts are integers, so they depend neither on the order of the rows nor on their chunks.
 
     Args:
-        columns: of the table.
+        columns: the number of columns of the table.
 
     Attributes:
         counts: int64 ``(columns, bins)``; may be summed over parts of a table.

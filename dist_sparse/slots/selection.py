@@ -33,7 +33,7 @@ from dist_sparse.tables.chunked import ChunkedTensor
 # Counts saturate here, so that a key, 2 * count + 1, is below :data:`PROTECTED` and fits 33 bits.
 MOST = 1 << 30
 
-# With decay, the weight of a lookup right after a division: counts have 4 fractional bits.
+# The weight of a lookup right after a division, with decay: counts have 4 fractional bits.
 _UNIT = 16
 
 # Counts are divided once a lookup weighs this many times :data:`_UNIT`.
@@ -111,7 +111,7 @@ class LookupCounts:
         Args:
             ids: distinct owned ids, int ``(n,)``.
             times: lookups of each, int ``(n,)``.
-            weight: of one lookup.
+            weight: the number that one lookup adds to a count.
         """
         places = ids.long() - self.first
         added = times.long().mul_(weight).add_(self.counts[places])
@@ -143,7 +143,7 @@ class LookupCounts:
         """Return the counts for a state: one tensor of all ``ids`` of the table, of which each rank
         writes a part."""
         counts = self.counts
-        # With fewer ids than ranks, the last ranks own none and write nothing.
+        # If there are fewer ids than ranks, the last ranks own none and write nothing.
         if not len(counts):
             return ChunkedTensor((ids,), counts.dtype, [], [])
         start = (self.first,)
@@ -265,7 +265,7 @@ def _check_counts(
     fits = fits and part.dtype == torch.int32
     refuse(
         {
-            f"{lacks} Of other ranks, it must be loaded by torch.distributed.checkpoint.": not fits,
+            f"{lacks} Load a state of other ranks by torch.distributed.checkpoint.": not fits,
             f"Table {table!r}: the state has counts below 0.": (part < 0).any(),
         }
     )
@@ -278,7 +278,7 @@ def exchange(outgoing: Sequence[Sequence[Tensor]], group: Group) -> list[list[Te
     """Send tensors, int64 ``(n,)``, to each rank; return the tensors from each rank. Collective.
 
     Args:
-        outgoing: by receiver; all receivers get equally many tensors, of any lengths.
+        outgoing: the tensors for each rank; all ranks get equally many, of any lengths.
     """
     sizes = torch.tensor([list(map(len, parts)) for parts in outgoing])
     # Row: sender, column: receiver.
@@ -317,7 +317,7 @@ def admission_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Group)
 
     Args:
         slots: number of slots of each table.
-        keys: by table, ranking keys of the owned ids that hold a slot: int64 ``(n,)``.
+        keys: for each table, the ranking keys of the owned ids that hold a slot, int64 ``(n,)``.
     """
     # A rank that owns no holder has no minimum: PROTECTED stands for it.
     padding = torch.tensor([PROTECTED])
@@ -340,8 +340,8 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
 
     Args:
         slots: number of slots of each table, over all ranks.
-        keys: by table, ranking keys of the owned ids that may hold a slot, int64 ``(n,)``, in the
-            order of the ids: the larger key wins, then the smaller id.
+        keys: for each table, the ranking keys of the owned ids that may hold a slot, int64
+            ``(n,)``, in the order of the ids: the larger key wins, then the smaller id.
 
     Example::
 
@@ -363,7 +363,7 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
         counts = group.all_reduce(torch.stack(histograms))
         # Keys in each bucket or above: descending along the buckets.
         from_here = counts.flip(1).cumsum(1).flip(1)
-        # With fewer ids than slots all win, so the smallest key is the last winning one.
+        # If there are fewer ids than slots, all win, and the smallest key is the last winning one.
         left = torch.minimum(left, from_here[:, 0])
         bucket = ((from_here >= left[:, None]).sum(1) - 1).clamp(min=0)
         above = (from_here - counts).gather(1, bucket[:, None]).squeeze(1)

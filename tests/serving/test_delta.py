@@ -118,19 +118,19 @@ def test_a_growing_delta_finds_room(fbgemm: bool, tmp_path: Path) -> None:
     """A sixteenth more rows are written where there is place; what is saved has none."""
     days = Days(tmp_path)
     served: Any = load_served(days.day(0.5), fbgemm=fbgemm)
-    held = served.lookup.rows
+    held = served.lookup.row_lookup
     served.apply(days.day(0.48))
-    assert served.lookup.rows is held
+    assert served.lookup.row_lookup is held
     assert torch.equal(looked_up(served), looked_up(load_served(tmp_path / "full1")))
     kept = ROWS - round(0.48 * ROWS)
-    assert len(served.lookup.rows.stored("0")["rows"]) > kept
+    assert len(served.lookup.row_lookup.stored("0")["rows"]) > kept
     served.to_pt2(tmp_path / "served.pt2")
     saved = torch.export.load(tmp_path / "served.pt2").state_dict
     if not fbgemm:
         # The last row is of zeros.
-        assert len(saved["rows.groups.0.rows"]) == kept + 1
+        assert len(saved["row_lookup.groups.0.rows"]) == kept + 1
     served.apply(days.day(0.1))
-    assert served.lookup.rows is not held
+    assert served.lookup.row_lookup is not held
 
 
 def test_a_merged_chain_goes_on(tmp_path: Path) -> None:

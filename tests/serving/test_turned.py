@@ -184,7 +184,7 @@ def test_a_state_with_older_names_is_refused(tmp_path: Path) -> None:
     one = served["one"]
     state = one.state_dict()
     one.load_state_dict(state)
-    state["lookup.rows.turns.0.matrix"] = state.pop("lookup.rows.rotation_0")
+    state["lookup.rows.turns.0.matrix"] = state.pop("lookup.row_lookup.rotation_0")
     with pytest.raises(RuntimeError, match=r"Missing key.*rotation_0[^$]*Unexpected key.*turns"):
         one.load_state_dict(state)
 
