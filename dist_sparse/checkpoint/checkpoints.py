@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from dist_sparse.checkpoint.storage import Entry
 
-    # An object with masks and schedules, or several by name.
+    # An object with masks and schedules, or a dict of several.
     Sparse = Stateful | Mapping[str, Stateful] | None
 
 
@@ -183,7 +183,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the write of :meth:`save_async` is complete; raise its error, if any."""
         writing = self._writing
-        # Before result(): an error is raised once.
+        # Reset it before result(), so that an error is raised once.
         self._writing = None
         if writing is not None:
             writing.result()
@@ -257,7 +257,7 @@ class Checkpoints:
             optimizers = OptimizerState(optimizer, model)
             described = optimizers.described()
             parts = _parts(sparse)
-        # Collective in some shardings, so not within an agreement.
+        # This is collective in some shardings, so it can't be within an agreement.
         states = _states(parts)
         with group.agreeing("save()") as facts:
             masks, others = split(states)
@@ -273,7 +273,7 @@ class Checkpoints:
         with group.agreeing("save()"):
             if group.rank == 0:
                 folders.prepare(step)
-        # Gathered, because no rank holds all parameters and one file describes them all.
+        # Gather it: no rank holds all parameters, and one file describes them all.
         values["optimizer"] = gathered(group.all_gather_json(described))
         try:
             written = folders.save_tensors(step, tensors, group.process_group)
@@ -312,7 +312,7 @@ class Checkpoints:
             model = _inner(model)
             tree = model.state_dict()
             parts = _parts(sparse)
-        # Collective in some shardings, so not within an agreement.
+        # This is collective in some shardings, so it can't be within an agreement.
         trees = _states(parts)
         with group.agreeing("resume_latest()"):
             weights, held = split({"model": tree})
@@ -324,7 +324,7 @@ class Checkpoints:
             optimizers = OptimizerState(optimizer, model)
             saved = metadata.state_dict_metadata
             states, changes, merged = optimizers.prepare_load(saved, values["optimizer"], merge)
-            # Generator states are by rank: they fit the same number of ranks only.
+            # Each rank has its generator states: they fit only the same number of ranks.
             random = _rng() if marker.world == group.size else {}
             # A checkpoint from a machine without CUDA has no state of its generators.
             random = {key: random[key] for key in random.keys() & saved}
@@ -332,7 +332,7 @@ class Checkpoints:
             tensors = {**masks, **rest}
             check_saved(metadata, tensors)
         _check_claimed(group, metadata, tensors)
-        # Masks first: if they do not fit, no weight has been read yet.
+        # Masks are loaded first: if they do not fit, no weight has been read yet.
         folders.load_tensors(step, metadata, masks, group.process_group)
         for key, part in parts.items():
             part.load_state_dict(filled(trees[key], key, values["state"]))
@@ -344,7 +344,7 @@ class Checkpoints:
             change()
         for key, state in random.items():
             _RANDOM[key.split(".")[1]].set_rng_state(state)
-        # A rank reports merges of the tables that it holds only.
+        # A rank reports merges only of the tables that it holds.
         merged = sorted(set().union(*group.all_gather_json(merged)))
         return Resumed(
             step=step,

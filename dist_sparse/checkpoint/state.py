@@ -109,7 +109,7 @@ def _leaves(tree: object, key: str) -> Iterator[tuple[str, object]]:
 
 def _is_split(tree: object) -> TypeGuard[Mapping[str, object]]:
     """Whether ``tree`` is a mapping with a tensor somewhere in it."""
-    # Not tree_leaves(): to it, mappings other than dict are leaves.
+    # tree_leaves() would not do: it takes mappings other than dict as leaves.
     return isinstance(tree, Mapping) and any(
         isinstance(item, Tensor) or _is_split(item) for item in tree.values()
     )
@@ -188,8 +188,8 @@ class OptimizerState:
         for name, value in stepped.state.items():
             # Fused state is named <table>.<name>.
             path = f"{_PREFIX}{key}.{name.rpartition('.')[2]}"
-            # Torch's Adagrad counts steps, the fused one does not. As a value the count may be
-            # missing on either side, a tensor may not.
+            # Torch's Adagrad counts steps, the fused one does not. So the count is saved as a
+            # value, which may be missing on either side; a tensor may not.
             is_adagrad_step = name == "step" and "sum" in stepped.state
             if name == "sum" and _is_row_wise(value, stepped.param):
                 # It is saved with FBGEMM's name and shape, so that either optimizer loads it.
@@ -341,7 +341,7 @@ def gathered(described: Sequence[Json]) -> Json:
     whole: Json = {"options": {}, "values": {}, "cuts": {}}
     for part, name in product(described, whole):
         whole[name] |= part[name]
-    # Sorted, so that the file does not depend on the sharding.
+    # Sort them, so that the file does not depend on the sharding.
     groups = [(options, [key]) for key, options in sorted(whole.pop("options").items())]
     steps = chain.from_iterable(part["fused_steps"] for part in described)
     return {**whole, "groups": groups, "fused_steps": max(steps, default=0)}

@@ -46,7 +46,7 @@ from dist_sparse.checks import hex_of, integer, refuse, sealed, sync_folder, uns
 from dist_sparse.groups import cut
 from dist_sparse.tables.chunked import ChunkedTensor
 
-# Bytes of a file, and their CRC32.
+# The number of bytes of a file, and their CRC32.
 Entry = tuple[int, int]
 
 FORMAT = "dist_sparse.checkpoint"
@@ -361,7 +361,7 @@ class Folders:
         return len(data), zlib.crc32(data)
 
     def _refuse_irregular(self, path: str) -> None:
-        # Before it is opened: opening a pipe would block, reading a device would not end.
+        # Check before opening it: opening a pipe would block, reading a device would not end.
         if self.local and not stat.S_ISREG(os.lstat(path).st_mode):
             raise ValueError(f"{path} is refused: it must be a regular file, not a link.")
 
@@ -481,7 +481,7 @@ class _Reader(filesystem.FileSystemReader):
     """Reader of a checkpoint whose metadata has been read and checked."""
 
     def __init__(self, folder: str, files: Any, metadata: dcp.Metadata) -> None:
-        # DCP's constructor creates a local file system: replace it by that of the root.
+        # DCP's constructor creates a local file system. Replace it by that of the root.
         super().__init__(folder)
         self.fs = files
         self.path = files.init_path(folder)
@@ -501,7 +501,7 @@ class _Writer(filesystem.FileSystemWriter):
         self.written: dict[str, Entry] = {}
 
     def storage_meta(self) -> dcp.StorageMeta:
-        # DCP's own would store a path of this machine.
+        # DCP's own metadata would store a path of this machine.
         return dcp.StorageMeta()
 
     def write_data(self, plan: planner.SavePlan, by: planner.SavePlanner) -> Any:

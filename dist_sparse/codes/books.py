@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dist_sparse.groups import Group
     from dist_sparse.tables.shards import ShardedData
 
-# Entries of a book: a byte has as many values.
+# The number of entries of a book: a byte has as many values.
 ENTRIES = 256
 
 # The largest magnitude of an entry.
@@ -36,7 +36,7 @@ _ENTRY_DTYPES = {1: torch.int16, 2: torch.int32, 4: torch.int64, 8: torch.comple
 _EXACT_BITS = 53
 # Weights are clamped at 8 times the power of two above the largest entry of their group.
 _HEADROOM_BITS = 3
-# Rows whose distances are computed at once: 512 x 256 float64 are 1 MiB, which fits in a cache.
+# How many rows' distances are computed at once: 512 x 256 float64 are 1 MiB, which fits in a cache.
 _CHUNK = 512
 # The first books are learned from a sample of 40 rows per entry, in 8 rounds of k-means.
 _SAMPLED = 10_240
@@ -191,7 +191,7 @@ def _sum_by_entry(rows: Tensor, codes: Tensor, books: Tensor) -> Tensor:
     scales = grid_scales(books).to(rows.device)
     for chunk, chosen in zip(torch.split(rows, _CHUNK), torch.split(codes, _CHUNK), strict=True):
         weights = round_to_grid(chunk.view(-1, groups, width), scales).long()
-        # A column of ones: the same sum counts the rows.
+        # Append a column of ones, whose sum counts the rows.
         counted = F.pad(weights, (0, 1), value=1).flatten(0, 1)
         sums.index_add_(0, (chosen + starts).flatten(), counted)
     return sums.view(groups, entries, -1).cpu()

@@ -50,8 +50,8 @@ class CodedShard:
         self.name, self.rect, self.weight = name, rect, weight
         self.groups = slice(rect.col // width, rect.col_end // width)
         groups, device = rect.cols // width, weight.device
-        # One row more than the shard: code 0 selects zeros in every book, so the last row decodes
-        # to zeros. Removed ids of a compact table read it.
+        # There is one row more than in the shard: code 0 selects zeros in every book, so the last
+        # row decodes to zeros. Removed ids of a compact table read it.
         self._padded_codes = torch.zeros(rect.rows + 1, groups, dtype=torch.uint8, device=device)
         self.codes = self._padded_codes[:-1]
         self._book_starts = torch.arange(groups, dtype=torch.int32, device=device) * ENTRIES
@@ -64,7 +64,8 @@ class CodedShard:
         return gather_entries(codes + self._book_starts, self.entries)
 
 
-# Called with a module's args, kwargs and output of floats; returns its output of decoded rows.
+# A function that gets a module's args, kwargs and output of floats, and returns its output of
+# decoded rows.
 _Decode = Callable[..., Tensor]
 
 
@@ -191,7 +192,7 @@ class DecodingHooks:
     def _hook(self, module: nn.Module, shards: Sequence[CodedShard], decode: _Decode) -> None:
         self._unhooked.difference_update(shards)
         hook = Hook(partial(self._replace_output, shards[0], decode))
-        # Prepended: the hook that rotates outputs back must get decoded rows.
+        # Prepend it: the hook that rotates outputs back must get decoded rows.
         handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
         self._handles.enter_context(handle)
 
@@ -240,7 +241,7 @@ def _decode_kernel(
     ids = args[0]
     if ids.variable_stride_per_key():
         raise ValueError("Codes do not support batch sizes that differ between features.")
-    # Cached since TorchRec distributed the ids, so reading them costs no synchronization.
+    # TorchRec has cached these when it distributed the ids: reading them does not synchronize.
     starts, stride = ids.offset_per_key(), ids.stride()
     # Pooled outputs of features are side by side, sequences one below the other.
     is_pooled = pooling != "none"

@@ -121,7 +121,7 @@ def quantize(
         with world.agreeing("quantize()"):
             handle.attach()
     except BaseException:
-        # The refusal may be another rank's, after this one has attached its hooks.
+        # Another rank may refuse, after this one has attached its hooks.
         handle.detach()
         raise
     return handle

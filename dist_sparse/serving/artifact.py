@@ -50,7 +50,7 @@ StrPath = str | os.PathLike[str]
 Folders = StrPath | Iterable[StrPath]
 
 MANIFEST = "manifest.json"
-# Suffix of unfinished folders.
+# The suffix of unfinished folders.
 PARTIAL = ".partial"
 
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8"}
@@ -178,8 +178,8 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
         try:
             self.folder.mkdir(parents=True)
-            # Open until it is published: the lock tells _remove_leftovers() that this export is
-            # alive. Some file systems have no locks.
+            # The file stays open until the folder is published: its lock tells
+            # _remove_leftovers() that this export is alive. Some file systems have no locks.
             self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -207,7 +207,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         Args:
             ids: the ids of the rows of an artifact, int64 ``(n,)``: see :func:`checksum`.
         """
-        # Named, because memory_of() does not keep it alive.
+        # It needs a name: memory_of() does not keep it alive.
         stored = part.detach().cpu().contiguous()
         self._file.seek(self._positions[name])
         self._positions[name] += self._file.write(memory_of(stored))
@@ -236,13 +236,13 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         Raises:
             ValueError: something is at that name by now.
         """
-        # Written and synced last: a folder without it is no artifact.
+        # The manifest is written last: a folder without it is no artifact.
         with open(self.folder / MANIFEST, "xb") as file:
             file.write(manifest.to_text().encode())
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self.folder)
-        # Checked again: rename() would replace an empty folder that another process created since.
+        # Check again: rename() would replace an empty folder that another process created since.
         os.rename(self.folder, check_new(self._path))
         sync_folder(self._path.parent)
 
@@ -314,7 +314,7 @@ def _map_tensors(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
             raise ValueError(
                 f"{file} is damaged: its header does not list the tensors of {MANIFEST}."
             )
-    # Mapped privately: writes to a tensor do not reach the file.
+    # The mapping is private: writes to a tensor do not reach the file.
     raw = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     return {
         name: raw[spans[name]].view(dtype).view(shape)
@@ -342,7 +342,7 @@ def _file_layout(tables: Mapping[str, Any]) -> _FileLayout:
             "data_offsets": [start, end],
         }
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    # The format: 8 bytes of length, JSON, tensors. Padded with spaces, so that tensors are aligned.
+    # A safetensors file is 8 bytes of length, JSON and tensors. Spaces align the tensors.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     # Offsets in the header count from its end, spans from the beginning of the file.
@@ -386,10 +386,10 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
-# Rows by the ids that they belong to. The cost of a delta follows its changes: the functions that
+# Functions that find rows by their ids. The cost of a delta follows its changes: the functions that
 # it uses read only the rows that they are called with.
 
-# Ids that are unpacked from a bitmap at once, and rows that are moved at once.
+# How many ids are unpacked from a bitmap at once, and how many rows are moved at once.
 SPAN = 1 << 16
 
 
@@ -423,7 +423,7 @@ def words_of(rows: Tensor) -> Tensor:
 
 @cache
 def _factors(count: int) -> Tensor:
-    # Odd, so that multiplying modulo 2**64 is invertible and loses no bit of a word.
+    # Factors are odd, so that multiplying modulo 2**64 is invertible and loses no bit of a word.
     return mix64(torch.arange(1, count + 1) * STEP) | 1
 
 

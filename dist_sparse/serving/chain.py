@@ -79,7 +79,7 @@ class MappedTable:
         """Return the rows of ids after the last delta, by the names of :attr:`base_rows`. Every id
         must have a row: int64 ``(n,)``."""
         out = {key: rows.new_empty(len(ids), rows.shape[1]) for key, rows in self.base_rows.items()}
-        # Positions of ids whose rows are still to be found.
+        # The positions of ids whose rows are still to be found.
         left = torch.arange(len(ids))
         # Deltas are read from the last one back: the last one with a row has its current value.
         for layer in reversed(self._layers):
@@ -124,7 +124,7 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
     after = change.after
     where = f"{delta.path} is refused: table {name!r}: its"
     for listed, end in ((ids, after.rows + after.default_row), (removed, after.rows)):
-        # -1 is put before and end behind, so one test finds ids out of range as well.
+        # Bounds at both ends let one test find ids out of range as well.
         bounded = F.pad(listed, (1, 0), value=-1)
         bounded = F.pad(bounded, (0, 1), value=end)
         if (bounded.diff() <= 0).any():
@@ -166,7 +166,7 @@ def compare_rows(name: str, first: int, weight: Tensor, stored: Tensors, entry: 
         # A column's grid may be too short for its largest weights, so no distance bounds the error:
         # the rows are encoded once more instead.
         expected = decode(encode(weight, entry.dtype, stored.get("scales")), entry.dim)
-        # As integers, because -0.0 == 0.0 as floats.
+        # Compare bits, because -0.0 == 0.0.
         is_wrong = served.view(torch.int32) != expected.view(torch.int32)
     places = is_wrong.nonzero()
     if len(places):
@@ -340,7 +340,7 @@ def move_rows(stored: Tensors, before: RowIndex, after: RowIndex, new: Tensors) 
         for first in spans:
             _move_some(stored, before, after, ids_in(stay, before.rows, first), -1)
         if before.default_row:
-            # The last of the rows, so it comes between the two passes.
+            # The default row is the last one, so it moves between the two passes.
             last = torch.tensor([before.rows])
             _move_some(stored, before, after, last, after.num_kept - before.num_kept)
         for first in reversed(spans):

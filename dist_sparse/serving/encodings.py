@@ -45,11 +45,11 @@ ENCODINGS: dict[str, Encoding] = {
     "fp16": Encoding(16, torch.float16, LARGEST_HALF),
     "int8": Encoding(8, torch.uint8, _LARGEST_ON_GRID),
     "int4": Encoding(4, torch.uint8, _LARGEST_ON_GRID),
-    # No limit of their own: books are clamped to float16 when they are learned.
+    # Codes have no limit of their own: books are clamped to float16 when they are learned.
     "codes": Encoding(8, torch.uint8, _LARGEST_FLOAT),
 }
 
-# Bits of a weight, by dtype.
+# The bits of a weight, by dtype.
 BITS = {name: ENCODINGS[name].bits for name in ("fp32", "fp16", "int8", "int4")}
 
 # The smallest float16 above 0.
@@ -185,7 +185,7 @@ class ColumnSpread:
     def scales(self) -> Tensor:
         """Return the scale of each column with the smallest sum of squared errors: float16
         ``(columns,)``. A column of zeros has scale 1."""
-        # The lower bits of a bin's first magnitude are 0, of its center 1 and zeros.
+        # The lower bits are 0 in the first magnitude of a bin, and 1 and zeros in its center.
         bits = (torch.arange(_BINS, dtype=torch.int32) << _SHIFT) + (1 << (_SHIFT - 1))
         centers = bits.view(torch.float32).double()
         return torch.stack([_best_scale(centers, counts) for counts in self.counts]).half()
@@ -218,7 +218,7 @@ def books_of(stored: Tensors) -> Tensor | None:
         return stored.get("books")
     byte = torch.arange(ENTRIES, device=stored["scales"].device)
     nibbles = torch.stack([byte & 15, byte >> 4], 1)
-    # Two's complement of 4 bits.
+    # A nibble is a step in two's complement.
     steps = torch.where(nibbles < 8, nibbles, nibbles - 16)
     # An odd last column has a byte of its own, and the other half of the byte is 0.
     scales = F.pad(stored["scales"], (0, len(stored["scales"]) % 2))

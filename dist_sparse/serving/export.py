@@ -334,7 +334,7 @@ def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
 # A delta is written by the same steps as an artifact: DeltaWriter gets the same tensors in the same
 # order, and finds out what has changed.
 
-# Spooled rows that are read at once.
+# How many bytes of spooled rows are read at once.
 _SPOOL_BYTES = 8 << 20
 
 
@@ -412,11 +412,10 @@ class _Changes:
         self._ids = [torch.empty(0, dtype=torch.int32)]
         self._spools, self._sums = {}, {}
         for key, part in before.gather(self._removed).items():
-            # Open until the delta is written.
+            # The file stays open until the delta is written.
             self._spools[key] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-            # The checksum is a sum over rows. That of the new rows follows from the old one, minus
-            # removed rows here, minus old and plus new values of changed rows in add(): unchanged
-            # rows need not be read.
+            # The checksum is a sum over rows, so unchanged rows need not be read: removed rows are
+            # subtracted here; add() subtracts old values of changed rows, and adds the new ones.
             removed_sum = sum_of_rows(self._removed, part)
             self._sums[key] = int(before.entry.checksums[key], 16) - removed_sum
 

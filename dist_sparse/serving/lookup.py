@@ -135,8 +135,8 @@ class RowLookup(nn.Module):
             for feature, rotation in rotations.items():
                 parts[feature] = parts[feature] @ rotation
             return torch.cat(parts, 1)
-        # Rows of a sequence. An exported graph can't split them by counts, which are values. So
-        # every matrix rotates all rows, and each row takes the result of its feature.
+        # An exported graph can't split the rows of a sequence by counts, which are values. So every
+        # matrix rotates all rows, and each row takes the result of its feature.
         features = torch.arange(len(self.dims), device=counts.device)
         feature_of = torch.repeat_interleave(features, counts, output_size=out.size(0)).unsqueeze(1)
         columns = rotations[self.rotated[0]].size(1)
@@ -179,7 +179,7 @@ class FbgemmLookup(RowLookup):
         dtype, count = tables[features[0]].entry.dtype, len(features)
         self._has_grids = dtype in ("int8", "int4")
         # The arguments of the operator: see look_up_stored(). It reads all tables from one buffer.
-        # All others are per feature, not per table.
+        # All other arguments are per feature, not per table.
         arguments = {
             "weights": torch.zeros(end, dtype=torch.uint8),
             "no_weights": torch.zeros(0, dtype=torch.uint8),
@@ -300,7 +300,7 @@ class _Group(nn.Module):
         rows = batch.rows
         features, feature = self.firsts.size(0), None
         if features > 1:
-            # The feature of each id, from the number of ids of each feature.
+            # The number of ids of each feature tells the feature of each id.
             feature = torch.repeat_interleave(batch.counts, output_size=rows.size(0))
             first = self.firsts.index_select(0, feature)
             places = torch.where((rows < 0) | (first < 0), self.count, rows + first)

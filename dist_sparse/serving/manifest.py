@@ -29,7 +29,7 @@ TABLES = "tables.safetensors"
 Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
 Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
-# Dtype and shape.
+# The dtype and the shape of a tensor.
 TensorType = tuple[torch.dtype, tuple[int, ...]]
 Layout = Mapping[str, TensorType]
 
@@ -394,7 +394,7 @@ class Delta:
         it."""
         # The artifact is stored as text, whose hash the next delta names.
         fields = {**asdict(self), "artifact": self.artifact.to_text()}
-        # It is in the artifact's manifest already.
+        # The artifact's manifest has this entry already.
         for table in fields["tables"].values():
             del table["after"]
         return _sealed(_DELTA_FORMAT, _DELTA_VERSION, fields)

@@ -142,7 +142,7 @@ class ServedLookup(nn.Module):
         for name, table in before.items():
             change = delta.manifest.tables[name]
             tensors = delta.tensors(name)
-            # Cloned: a view would keep the file mapped.
+            # Clone them: a view would keep the file mapped.
             replaced = {key: tensors[key].clone() for key in change.whole}
             # A manifest has one pooling per table, and another collection may pool it differently.
             entry = replace(change.after, pooling=table.entry.pooling)
@@ -432,8 +432,8 @@ class Served(nn.Module):
         """
         if self.lookup.unknown == "raise":
             raise ValueError(
-                "Invalid unknown='raise': a saved lookup can't raise. Load the artifact with"
-                " unknown='zero' or 'id0'."
+                "Invalid unknown='raise': a saved lookup can't raise; load the artifact with 'zero'"
+                " or 'id0'."
             )
         any_size = {0: torch.export.Dim.DYNAMIC}
         # Two ids for each feature: torch.export may specialize on an example of size 0 or 1.
@@ -578,9 +578,9 @@ def _load_tables(artifact: Opened[Manifest], collection: Collection) -> dict[str
         if collection.kind in ("sequence", "embedding"):
             # The manifest may have the pooling of another collection with the same table.
             entry = replace(entry, pooling="none")
-        # Deltas may add rows: a sixteenth more fit, but no more than there are ids.
+        # Deltas may add rows: leave capacity for a sixteenth more, but not for more than all ids.
         spare = min(entry.stored // 16, entry.rows - entry.kept)
-        # Cloned, as a view would keep the file mapped. Rows are copied by the lookup.
+        # Clone them: a view would keep the file mapped. The lookup copies the rows.
         whole = {key: part.clone() for key, part in table.whole.items()}
         tables[name] = StoredTable(entry, table.base_rows, whole, table.index, spare)
     return tables
@@ -606,7 +606,7 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        # Held for a moment by each lookup that begins, and by an update until its end.
+        # Each lookup holds it for a moment when it begins; an update holds it until its end.
         self._entrance = threading.Lock()
         # Guards the number of running lookups, and signals its changes.
         self._condition = threading.Condition()

@@ -105,7 +105,7 @@ def model_lookups(
                 if not rotation.isfinite().all():
                     raise ValueError(f"Table {table!r}: its rotation matrix is not finite.")
                 lookups[table].rotation = rotation
-    # Sorted, so that the files do not depend on the order of the modules.
+    # Sort them, so that the files do not depend on the order of the modules.
     return sorted(collections, key=lambda collection: collection.path), lookups
 
 
@@ -129,7 +129,7 @@ def _collection_of(
     # A compact collection computes means from sums, so `inner` pools by sums. `whole` has the
     # pooling that the outputs have.
     whole = site.whole
-    # Outputs with need_indices return the ids in the place of weights.
+    # With need_indices, outputs have the ids where others have the weights.
     if inner.needs_indices:
         raise ValueError(
             f"Collection {site.place!r} has need_indices=True, which serving does not support."
@@ -193,7 +193,7 @@ class ServedTable:
             scale = "row"
             groups = self.rows.shape[1]
         elif dtype == "codes":
-            # This table has no codes, others have.
+            # Other tables have codes, this one has none.
             dtype = "fp32"
         return Table(
             rows=rows,
@@ -350,8 +350,8 @@ def refuse_range(name: str, weights: Tensor, dtype: str) -> None:
         # `value > largest` would be false for NaN.
         if not abs(value) <= largest:
             raise ValueError(
-                f"Table {name!r} can't be exported in {dtype}: it has the value {value}; the"
-                f" largest is {largest:g}."
+                f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and"
+                f" the largest is {largest:g}."
             )
 
 
@@ -462,7 +462,7 @@ def _flag_written(records: Mapping[int, Written], data: ShardedData, rect: Rect)
     """Return which rows of a shard may have been written: bool ``(rect.rows,)``."""
     record = records.get(dict(data.shards)[rect].data_ptr())
     rows = None if record is None else record.rows()
-    # None: any row may have been written.
+    # If rows is None, any row may have been written.
     flags = torch.full((rect.rows,), rows is None)
     if rows is not None:
         flags[rows] = True

@@ -142,14 +142,14 @@ class SlotIndex(nn.Module):
         """
         state, _, starts, slots, longest = self._current_buckets()
         flat = ids.reshape(-1).long()
-        # Clamped before the cast: an id out of range, cut to int32, could equal another id.
+        # Clamp before the cast: an id out of range, cut to int32, could equal another id.
         inside = flat.clamp(0, self.rows - 1)
         wanted = inside.to(state.dtype)
         place = starts.index_select(0, self._bucket(inside))
         found = slots.index_select(0, place)
         # Every lookup compares as many places as the fullest bucket has. Reading into the next
-        # bucket or the padding is harmless: a slot counts only if this id holds it, and one at most
-        # does.
+        # bucket or the padding is harmless: a slot counts only if this id holds it, and an id holds
+        # at most one.
         for _ in range(1, longest):
             place = place + 1
             slot = slots.index_select(0, place)
@@ -192,7 +192,7 @@ class SlotIndex(nn.Module):
         """Return the hash table of the current state, rebuilt if the state has changed."""
         state = self.id_of_slot
         buckets = self._buckets
-        # A load writes into the tensor, moving the module replaces it.
+        # A load writes into the tensor, and moving the module replaces it.
         if not buckets or buckets.state is not state or buckets.version != state._version:
             [slots] = (state >= 0).nonzero(as_tuple=True)
             bucket = self._bucket(state[slots].long())
@@ -351,7 +351,7 @@ class FollowingIds(CompactIds):
         if not self._trains():
             return
         self.ahead += 1
-        # A copy: the training loop may reuse its buffers.
+        # Copy the ids: the training loop may reuse its buffers.
         self._batches.append((ordered.values().clone(), ordered.length_per_key()))
         self._num_copied += len(kept)
         if self._num_copied > _MOST_COPIED:
@@ -362,7 +362,7 @@ class _Following(IndexedCollection):
     """The common base of both kinds of following collections."""
 
     translation: ClassVar[type[CompactIds]] = FollowingIds
-    # Masks are by row, and a row is a slot, whose holder changes.
+    # A mask belongs to a row, and this row is a slot, whose holder changes.
     refused: ClassVar = "its rows are slots, which FollowingTables gives to other ids"
 
     @property

@@ -254,7 +254,7 @@ class FollowingTables:
             text = f"Invalid protect_ids of type {type(protect_ids).__name__}: must be a dict."
             checks.refuse({text: not isinstance(protect_ids, Mapping)})
             self._tables = _find_tables(collections, protect_ids, candidates, self._group)
-            # Raises now for tables that write() could not initialize later.
+            # This raises now for tables that write() could not initialize later.
             for table in self._tables:
                 table.stored(self._steppers)
             facts.update(
@@ -455,7 +455,7 @@ class FollowingTables:
             for table in self._tables
         ]
         sums = self._group.all_reduce(torch.stack(here))
-        # Narrow heads and short numbers: a table is one line of 80 columns.
+        # Heads are narrow and numbers short, so that a table fits on a line of 80 columns.
         head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "moved"]
         head += ["lookups", "missed", "of new ids", "out of range"]
         lines = []
