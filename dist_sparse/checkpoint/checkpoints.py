@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from dist_sparse.checkpoint.storage import Entry
 
-    # An object with masks and schedules, or several by name.
+    # An object with masks and schedules, or a dict of several.
     Sparse = Stateful | Mapping[str, Stateful] | None
 
 
@@ -52,9 +52,9 @@ class Resumed:
     """The result of :meth:`Checkpoints.resume_latest`.
 
     Args:
-        step: of the checkpoint.
-        extra: as passed to ``save``.
-        path: of its folder.
+        step: the step of the checkpoint.
+        extra: what was passed to ``save``.
+        path: the folder of the checkpoint.
         rng: whether the states of torch's random number generators were restored: on as many ranks
             as saved them.
         merged: optimizer state that was merged because its table is cut into other columns.
@@ -152,8 +152,8 @@ class Checkpoints:
         if not self._due(step, force):
             return False
         state = self._collected(step, model, optimizer, sparse, extra)
-        # Not in _write(): save_async() runs that in a thread, and filters of warnings are for all
-        # threads.
+        # _write() itself is not quiet: save_async() runs it in a thread, and filters of warnings
+        # apply to all threads.
         with quiet():
             self._write(step, *state)
         return True
@@ -183,7 +183,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the write of :meth:`save_async` is complete; raise its error, if any."""
         writing = self._writing
-        # Before result(): an error is raised once.
+        # Reset it before result(), so that an error is raised once.
         self._writing = None
         if writing is not None:
             writing.result()
@@ -257,7 +257,7 @@ class Checkpoints:
             optimizers = OptimizerState(optimizer, model)
             described = optimizers.described()
             parts = _parts(sparse)
-        # Collective in some shardings, so not within an agreement.
+        # This is collective in some shardings, so it can't be within an agreement.
         states = _states(parts)
         with group.agreeing("save()") as facts:
             masks, others = split(states)
@@ -273,7 +273,7 @@ class Checkpoints:
         with group.agreeing("save()"):
             if group.rank == 0:
                 folders.prepare(step)
-        # Gathered, because no rank holds all parameters and one file describes them all.
+        # Gather it: no rank holds all parameters, and one file describes them all.
         values["optimizer"] = gathered(group.all_gather_json(described))
         try:
             written = folders.save_tensors(step, tensors, group.process_group)
@@ -312,7 +312,7 @@ class Checkpoints:
             model = _inner(model)
             tree = model.state_dict()
             parts = _parts(sparse)
-        # Collective in some shardings, so not within an agreement.
+        # This is collective in some shardings, so it can't be within an agreement.
         trees = _states(parts)
         with group.agreeing("resume_latest()"):
             weights, held = split({"model": tree})
@@ -324,7 +324,7 @@ class Checkpoints:
             optimizers = OptimizerState(optimizer, model)
             saved = metadata.state_dict_metadata
             states, changes, merged = optimizers.prepare_load(saved, values["optimizer"], merge)
-            # Generator states are by rank: they fit the same number of ranks only.
+            # Each rank has its generator states: they fit only the same number of ranks.
             random = _rng() if marker.world == group.size else {}
             # A checkpoint from a machine without CUDA has no state of its generators.
             random = {key: random[key] for key in random.keys() & saved}
@@ -332,7 +332,7 @@ class Checkpoints:
             tensors = {**masks, **rest}
             check_saved(metadata, tensors)
         _check_claimed(group, metadata, tensors)
-        # Masks first: if they do not fit, no weight has been read yet.
+        # Masks are loaded first: if they do not fit, no weight has been read yet.
         folders.load_tensors(step, metadata, masks, group.process_group)
         for key, part in parts.items():
             part.load_state_dict(filled(trees[key], key, values["state"]))
@@ -344,7 +344,7 @@ class Checkpoints:
             change()
         for key, state in random.items():
             _RANDOM[key.split(".")[1]].set_rng_state(state)
-        # A rank reports merges of the tables that it holds only.
+        # A rank reports merges only of the tables that it holds.
         merged = sorted(set().union(*group.all_gather_json(merged)))
         return Resumed(
             step=step,
@@ -379,7 +379,7 @@ def _parts(sparse: Any) -> dict[str, Stateful]:
         elif part is not None:
             raise ValueError(
                 f"Invalid sparse of type {type(part).__name__}: must be what sparsify() returns, a"
-                " sparsifier, or several objects with state_dict() by name."
+                " sparsifier, or a dict of objects with state_dict()."
             )
     return parts
 
@@ -400,10 +400,9 @@ def _rng() -> Tensors:
 def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
     """Refuse saved tensors that no rank loads. Collective."""
     keys = sorted(metadata.state_dict_metadata)
-    # With fewer ranks than before, some generator states have no owner.
+    # If there are fewer ranks than before, some generator states have no owner.
     claims = [key in tensors or key.startswith("rng.") for key in keys]
-    mine = torch.tensor(claims, dtype=torch.int64)
-    counts = group.all_reduce(mine).tolist()
+    counts = group.all_reduce(torch.tensor(claims, dtype=torch.int64)).tolist()
     _refuse_unclaimed([key for key, count in zip(keys, counts, strict=True) if count == 0])
 
 
@@ -411,8 +410,8 @@ def _refuse_unclaimed(keys: list[str]) -> None:
     if keys:
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         raise ValueError(
-            f"{keys[0]!r}{more} of the checkpoint would be dropped: nothing that was passed has it."
-            " Pass what was saved, with the same tables, layers and optimizers."
+            f"{keys[0]!r}{more} of the checkpoint would be dropped: pass what was saved, with the"
+            " same tables, layers and optimizers."
         )
 
 
@@ -440,12 +439,12 @@ def summary(path: str | os.PathLike[str]) -> str:
             " an unfinished save."
         )
     marker = folders.read(step)
-    # Every byte, before anything is shown.
+    # Every byte is verified before anything is shown.
     folders.verify(marker, marker.files)
-    found: dict[str, Any] = folders.metadata(marker).state_dict_metadata
+    tensors: dict[str, Any] = folders.metadata(marker).state_dict_metadata
     rows = [
         (key, " x ".join(map(str, saved.size)), str(saved.properties.dtype))
-        for key, saved in sorted(found.items())
+        for key, saved in sorted(tensors.items())
     ]
     head = f"step {step}, saved by {number_of(marker.world, 'rank')}, {size(marker.bytes)}: whole"
     lines = table_lines(("tensor", "shape", "dtype"), rows)

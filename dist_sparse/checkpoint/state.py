@@ -109,7 +109,7 @@ def _leaves(tree: object, key: str) -> Iterator[tuple[str, object]]:
 
 def _is_split(tree: object) -> TypeGuard[Mapping[str, object]]:
     """Whether ``tree`` is a mapping with a tensor somewhere in it."""
-    # Not tree_leaves(): to it, mappings other than dict are leaves.
+    # tree_leaves() would not do: it takes mappings other than dict as leaves.
     return isinstance(tree, Mapping) and any(
         isinstance(item, Tensor) or _is_split(item) for item in tree.values()
     )
@@ -139,7 +139,7 @@ class OptimizerState:
         model: its parameter names are the keys of parameters that torch's optimizers step.
 
     Attributes:
-        tensors: by key.
+        tensors: the tensors of the state, by key.
 
     Raises:
         ValueError: an object is no such optimizer, or two step the same parameter.
@@ -166,7 +166,7 @@ class OptimizerState:
                 self._add(owner, group, keys)
 
     def _add(self, owner: Any, group: dict[str, Any], keys: Mapping[int, str]) -> None:
-        found: list[str] = []
+        added: list[str] = []
         for param in group["params"]:
             key = keys.get(id(param))
             if key is None:
@@ -178,21 +178,21 @@ class OptimizerState:
                 raise ValueError(f"Invalid optimizer: two of them step {key!r}.")
             self._params[key] = _Stepped(owner, param)
             self._add_state(key, self._params[key])
-            found.append(key)
-        # On a rank without a shard, fused optimizers have no parameters.
-        if found:
-            self._groups.append((group, sorted(found)))
+            added.append(key)
+        # Fused optimizers have no parameters on a rank without a shard.
+        if added:
+            self._groups.append((group, sorted(added)))
 
     def _add_state(self, key: str, stepped: _Stepped) -> None:
         """Record a parameter's state: tensors by key, other values by parameter."""
         for name, value in stepped.state.items():
             # Fused state is named <table>.<name>.
             path = f"{_PREFIX}{key}.{name.rpartition('.')[2]}"
-            # Torch's Adagrad counts steps, the fused one does not. As a value the count may be
-            # missing on either side, a tensor may not.
+            # Torch's Adagrad counts steps, the fused one does not. So the count is saved as a
+            # value, which may be missing on either side; a tensor may not.
             is_adagrad_step = name == "step" and "sum" in stepped.state
             if name == "sum" and _is_row_wise(value, stepped.param):
-                # Under FBGEMM's name and in its shape, so that either optimizer loads it.
+                # It is saved with FBGEMM's name and shape, so that either optimizer loads it.
                 path = f"{_PREFIX}{key}.momentum1"
                 self.tensors[path] = value.view(-1)
                 self._cuts[path] = _UNCUT
@@ -207,8 +207,10 @@ class OptimizerState:
         options: dict[str, Json] = {}
         for group, keys in self._groups:
             names = group.keys() - {"params", "param_names"}
-            found = {name: _plain(f"option {name!r} of {keys[0]!r}", group[name]) for name in names}
-            options |= dict.fromkeys(keys, found)
+            values = {
+                name: _plain(f"option {name!r} of {keys[0]!r}", group[name]) for name in names
+            }
+            options |= dict.fromkeys(keys, values)
         steps = [int(owner._emb_module.iter) for owner in self._fused]
         return {
             "options": options,
@@ -225,7 +227,7 @@ class OptimizerState:
 
         Args:
             tensors: DCP's metadata of each saved tensor, by key.
-            saved: from :func:`gathered`.
+            saved: what :func:`gathered` returned.
             merge: whether to merge row-wise state of a table that was cut into other columns;
                 otherwise it is refused.
 
@@ -242,8 +244,8 @@ class OptimizerState:
             names = values.keys() & (self._params[key].state or values).keys()
             changes += [partial(self._put, key, name, values[name]) for name in names]
         options: dict[str, Json] = {}
-        for found, keys in saved["groups"]:
-            options |= dict.fromkeys(keys, found)
+        for values, keys in saved["groups"]:
+            options |= dict.fromkeys(keys, values)
         for group, keys in self._groups:
             first = self._common_options(group, keys, options)
             changes += [partial(_set, group, name, value) for name, value in first.items()]
@@ -311,7 +313,7 @@ class OptimizerState:
 
     def _missing_state(self, tensors: Mapping[str, Any]) -> Tensors:
         """Return tensors to load into, for parameters that have saved state and none here yet."""
-        found: Tensors = {}
+        fresh: Tensors = {}
         for path, saved in tensors.items():
             stepped = self._params.get(_key_and_name(path)[0])
             if not path.startswith(_PREFIX) or stepped is None or stepped.state:
@@ -319,15 +321,15 @@ class OptimizerState:
             param = stepped.param
             dtype = saved.properties.dtype
             if saved.size == param.shape:
-                # With the strides of the parameter, as torch's optimizers create it.
-                found[path] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                # Torch's optimizers create state with the strides of the parameter too.
+                fresh[path] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
                 continue
-            # As torch does: step counts stay on the CPU, unless a kernel reads them.
+            # Torch keeps step counts on the CPU too, unless a kernel reads them.
             options = stepped.owner.param_groups[0]
             reasons = (saved.size, options.get("capturable"), options.get("fused"))
             device = param.device if any(reasons) else "cpu"
-            found[path] = torch.zeros(saved.size, dtype=dtype, device=device)
-        return found
+            fresh[path] = torch.zeros(saved.size, dtype=dtype, device=device)
+        return fresh
 
     def _put(self, key: str, name: str, value: object) -> None:
         stepped = self._params[key]
@@ -337,19 +339,19 @@ class OptimizerState:
 def gathered(described: Sequence[Json]) -> Json:
     """Return the :meth:`OptimizerState.described` of all ranks, merged."""
     whole: Json = {"options": {}, "values": {}, "cuts": {}}
-    for each, name in product(described, whole):
-        whole[name] |= each[name]
-    # Sorted, so that the file does not depend on the sharding.
+    for part, name in product(described, whole):
+        whole[name] |= part[name]
+    # Sort them, so that the file does not depend on the sharding.
     groups = [(options, [key]) for key, options in sorted(whole.pop("options").items())]
-    steps = chain.from_iterable(each["fused_steps"] for each in described)
+    steps = chain.from_iterable(part["fused_steps"] for part in described)
     return {**whole, "groups": groups, "fused_steps": max(steps, default=0)}
 
 
 def _owners(optimizer: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the optimizers that hold state, unwrapped, each with the prefix of its keys."""
     if isinstance(optimizer, (list, tuple)):
-        for each in optimizer:
-            yield from _owners(each, prefix)
+        for part in optimizer:
+            yield from _owners(part, prefix)
     elif hasattr(optimizer, "optimizers"):  # torchrec.optim.keyed.CombinedOptimizer
         for key, part in optimizer.optimizers:
             yield from _owners(part, _dotted(prefix, key))
@@ -402,7 +404,7 @@ def _plain(what: str, value: Any) -> Json:
 
 def _is_row_wise(value: Tensor, param: Tensor) -> bool:
     """Whether the sums of an unsharded table are one number a row."""
-    # With one column, the sums of any Adagrad have the shape of the table: not row-wise.
+    # If a table has one column, the sums of any Adagrad have its shape: they are not row-wise.
     return value.shape == (*param.shape[:1], 1) != param.shape
 
 
@@ -432,9 +434,9 @@ def merging(
 
     Args:
         state: row-wise state of one table: sharded, or whole.
-        shape: of the table: rows, columns.
-        before: first column of each saved cut, ascending.
-        now: first column of each cut of ``state``, ascending.
+        shape: rows and columns of the table.
+        before: the first column of each saved cut, ascending.
+        now: the first column of each cut of ``state``, ascending.
     """
     rows, width = shape
     saved, cuts = list(pairwise([*before, width])), list(pairwise([*now, width]))
@@ -443,7 +445,7 @@ def merging(
     if hasattr(state, "local_shards"):
         pieces = [(each.metadata.shard_offsets[0], each.tensor) for each in state.local_shards()]
     wants: list[tuple[tuple[int], tuple[int]]] = []
-    # For each piece, the columns that it shares with saved cuts, by the cut's place in ``wants``.
+    # Each piece has the columns that it shares with saved cuts, by the cut's place in ``wants``.
     merges: list[tuple[Tensor, dict[int, int]]] = []
     for offset, numbers in pieces:
         # A rank without a part of the table has an empty shard.
@@ -464,7 +466,7 @@ def merging(
     def merge() -> None:
         assert target.loaded is not None
         for numbers, shares in merges:
-            # In ascending order of columns, so that replicas get the same bits.
+            # Shares are added in ascending order of columns, so that replicas get the same bits.
             total = torch.zeros(numbers.shape, dtype=torch.float64)
             for want, columns in shares.items():
                 total += columns * target.loaded[want].double()

@@ -46,7 +46,7 @@ from dist_sparse.checks import hex_of, integer, refuse, sealed, sync_folder, uns
 from dist_sparse.groups import cut
 from dist_sparse.tables.chunked import ChunkedTensor
 
-# Bytes of a file, and their CRC32.
+# The number of bytes of a file, and their CRC32.
 Entry = tuple[int, int]
 
 FORMAT = "dist_sparse.checkpoint"
@@ -79,9 +79,9 @@ class Marker:
     """The entries of ``COMMITTED``.
 
     Args:
-        step: of the checkpoint.
-        world: number of ranks that wrote it.
-        files: bytes and CRC32 of each, by name.
+        step: the step of the checkpoint.
+        world: the number of ranks that wrote it.
+        files: bytes and CRC32 of each file, by name.
     """
 
     step: int
@@ -142,11 +142,11 @@ class Folders:
 
         Warn of a newer folder without a marker, which may have been lost.
         """
-        steps, found = self.steps(), self._found()
-        if steps[-1:] != found[-1:]:
+        steps, folders = self.steps(), self._found()
+        if steps[-1:] != folders[-1:]:
             warnings.warn(
-                f"{self.path(found[-1])} is newer than all checkpoints, and has no {MARKER}: it is"
-                " of a save that was killed or failed, or the file was lost.",
+                f"{self.path(folders[-1])} is newer than all checkpoints, and has no {MARKER}: its"
+                " save failed, or the file was lost.",
                 stacklevel=3,
             )
         return max(steps, default=None)
@@ -248,8 +248,8 @@ class Folders:
 
         Args:
             step: whose folder does not exist yet, or is empty.
-            tensors: by key: plain ones, which the ranks hold in common, ShardedTensors, DTensors,
-                or any that DCP knows to write in pieces.
+            tensors: the tensors by key: plain ones, which are equal on all ranks, ShardedTensors,
+                DTensors, or any that DCP can write in pieces.
 
         Returns:
             Bytes and CRC32 of what this rank has written, by the name of the file.
@@ -261,8 +261,8 @@ class Folders:
         # Keys are flat already.
         by = default_planner.DefaultSavePlanner(flatten_state_dict=False)
         with _errors_of_ranks(f"Saving to {self.path(step)}"):
-            # Not DCP's save(), which calls this: it warns in a process without ranks, and a thread
-            # can't silence it, because filters of warnings belong to the process.
+            # DCP's public save() calls this too, but it warns in a process without ranks. A thread
+            # can't silence that, because filters of warnings belong to the process.
             _save_state_dict(dict(tensors), writer, group, no_dist=group is None, planner=by)
         return writer.written
 
@@ -276,10 +276,10 @@ class Folders:
         """Read saved tensors into ``tensors``, in place. Collective over ``group``.
 
         Args:
-            step: of the checkpoint.
-            metadata: from :meth:`metadata`; the tensors have passed :func:`check_saved`.
-            tensors: to read into, by key.
-            group: of the ranks; None is this process alone.
+            step: the step of the checkpoint.
+            metadata: what :meth:`metadata` returned; the tensors have passed :func:`check_saved`.
+            tensors: the tensors to read into, by key.
+            group: the process group of the ranks; None for this process alone.
 
         Raises:
             ValueError, OSError: on every rank, with the ranks at fault. Some tensors may have been
@@ -361,12 +361,9 @@ class Folders:
         return len(data), zlib.crc32(data)
 
     def _refuse_irregular(self, path: str) -> None:
-        # Before it is opened: opening a pipe would block, reading a device would not end.
+        # Check before opening it: opening a pipe would block, reading a device would not end.
         if self.local and not stat.S_ISREG(os.lstat(path).st_mode):
-            raise ValueError(
-                f"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a"
-                " device."
-            )
+            raise ValueError(f"{path} is refused: it must be a regular file, not a link.")
 
     def _sync(self, path: str) -> None:
         # Object stores have no sync.
@@ -484,7 +481,7 @@ class _Reader(filesystem.FileSystemReader):
     """Reader of a checkpoint whose metadata has been read and checked."""
 
     def __init__(self, folder: str, files: Any, metadata: dcp.Metadata) -> None:
-        # DCP's constructor creates a local file system: replace it by that of the root.
+        # DCP's constructor creates a local file system. Replace it by that of the root.
         super().__init__(folder)
         self.fs = files
         self.path = files.init_path(folder)
@@ -504,7 +501,7 @@ class _Writer(filesystem.FileSystemWriter):
         self.written: dict[str, Entry] = {}
 
     def storage_meta(self) -> dcp.StorageMeta:
-        # DCP's own would store a path of this machine.
+        # DCP's own metadata would store a path of this machine.
         return dcp.StorageMeta()
 
     def write_data(self, plan: planner.SavePlan, by: planner.SavePlanner) -> Any:

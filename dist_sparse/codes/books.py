@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dist_sparse.groups import Group
     from dist_sparse.tables.shards import ShardedData
 
-# Entries of a book: a byte has as many values.
+# The number of entries of a book: a byte has as many values.
 ENTRIES = 256
 
 # The largest magnitude of an entry.
@@ -36,7 +36,7 @@ _ENTRY_DTYPES = {1: torch.int16, 2: torch.int32, 4: torch.int64, 8: torch.comple
 _EXACT_BITS = 53
 # Weights are clamped at 8 times the power of two above the largest entry of their group.
 _HEADROOM_BITS = 3
-# Rows whose distances are computed at once: 512 x 256 float64 are 1 MiB, which fits in a cache.
+# How many rows' distances are computed at once: 512 x 256 float64 are 1 MiB, which fits in a cache.
 _CHUNK = 512
 # The first books are learned from a sample of 40 rows per entry, in 8 rounds of k-means.
 _SAMPLED = 10_240
@@ -49,7 +49,8 @@ def decode_books(codes: Tensor, books: Tensor, columns: int) -> Tensor:
     Args:
         codes: uint8 ``(n, groups)``.
         books: float16 ``(groups, 256, width)``.
-        columns: of the table; columns of the last group beyond them are dropped.
+        columns: the number of columns of the table; the last group may have more, which are
+            dropped.
     """
     starts = ENTRIES * torch.arange(len(books), device=codes.device, dtype=torch.int32)
     return gather_entries(codes + starts, books.flatten(0, 1))[:, :columns].float()
@@ -78,7 +79,7 @@ def grid_scales(books: Tensor) -> Tensor:
     largest = books.float().abs().amax((1, 2)).tolist()
     bits = _entry_bits(books.shape[2])
     # frexp() returns the power of two above the largest entry, which gets the highest bit.
-    scales = [2.0 ** (bits - math.frexp(each)[1]) for each in largest]
+    scales = [2.0 ** (bits - math.frexp(weight)[1]) for weight in largest]
     return torch.tensor(scales, dtype=torch.float64, device=books.device).unsqueeze(1)
 
 
@@ -105,7 +106,7 @@ def assign(rows: Tensor, books: Tensor, out: Tensor) -> None:
 
     Args:
         rows: any floating dtype, ``(n, columns)``.
-        books: for these columns.
+        books: the books of these columns.
     """
     groups, _, width = books.shape
     scales = grid_scales(books).to(rows.device)
@@ -174,7 +175,7 @@ def _initial_book(vectors: Tensor) -> Tensor:
     # Removed rows are zeros, which entry 0 holds already.
     vectors = vectors[vectors.any(1)]
     if len(vectors):
-        # Not sorted by norm: its rounding depends on the machine.
+        # The rounding of a norm would depend on the machine.
         order = vectors.abs().amax(1).argsort(stable=True)
         places = torch.arange(1, ENTRIES) * len(vectors) // ENTRIES
         book[1:] = vectors[order[places]].clamp(-LARGEST_HALF, LARGEST_HALF).half()
@@ -190,7 +191,7 @@ def _sum_by_entry(rows: Tensor, codes: Tensor, books: Tensor) -> Tensor:
     scales = grid_scales(books).to(rows.device)
     for chunk, chosen in zip(torch.split(rows, _CHUNK), torch.split(codes, _CHUNK), strict=True):
         weights = round_to_grid(chunk.view(-1, groups, width), scales).long()
-        # A column of ones: the same sum counts the rows.
+        # Append a column of ones, whose sum counts the rows.
         counted = F.pad(weights, (0, 1), value=1).flatten(0, 1)
         sums.index_add_(0, (chosen + starts).flatten(), counted)
     return sums.view(groups, entries, -1).cpu()

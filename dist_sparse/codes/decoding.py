@@ -34,10 +34,10 @@ class CodedShard:
     """The codes of a shard, and the book entries that they select.
 
     Args:
-        name: of the table.
-        rect: of the shard.
-        weight: of the shard, live.
-        width: columns of a group.
+        name: the name of the table.
+        rect: the rectangle of the shard in the table.
+        weight: the weight of the shard, live.
+        width: the number of columns of a group.
 
     Attributes:
         groups: the groups of columns that the shard holds, among those of the table.
@@ -50,8 +50,8 @@ class CodedShard:
         self.name, self.rect, self.weight = name, rect, weight
         self.groups = slice(rect.col // width, rect.col_end // width)
         groups, device = rect.cols // width, weight.device
-        # One row more than the shard: code 0 selects zeros in every book, so the last row decodes
-        # to zeros. Removed ids of a compact table read it.
+        # There is one row more than in the shard: code 0 selects zeros in every book, so the last
+        # row decodes to zeros. Removed ids of a compact table read it.
         self._padded_codes = torch.zeros(rect.rows + 1, groups, dtype=torch.uint8, device=device)
         self.codes = self._padded_codes[:-1]
         self._book_starts = torch.arange(groups, dtype=torch.int32, device=device) * ENTRIES
@@ -64,7 +64,8 @@ class CodedShard:
         return gather_entries(codes + self._book_starts, self.entries)
 
 
-# Called with a module's args, kwargs and output of floats; returns its output of decoded rows.
+# A function that gets a module's args, kwargs and output of floats, and returns its output of
+# decoded rows.
 _Decode = Callable[..., Tensor]
 
 
@@ -74,12 +75,12 @@ class DecodingHooks:
     Lookups return floats until :meth:`use` is called.
 
     Args:
-        groups: codes of a row, by table.
+        groups: the number of codes of a row, by table.
         on_reshard: called before the first forward after a reshard, which replaces the hooked
             modules.
 
     Attributes:
-        shards: of this rank.
+        shards: the shards of this rank.
         coded: the live codes, by table.
 
     Raises:
@@ -127,7 +128,7 @@ class DecodingHooks:
         self._unhooked = {*self.shards}
         self._handles = ExitStack()
         self._hooked: dict[nn.Module, list[nn.Module]] = {}
-        # On an error the stack removes the hooks; otherwise they move to a stack that stays open.
+        # If an error is raised, the stack removes the hooks; otherwise pop_all() keeps them.
         with self._handles:
             for collection in collections_of(model.modules()):
                 self._hooked[collection] = lookups_of(collection)
@@ -137,10 +138,11 @@ class DecodingHooks:
                     self._hook_kernel(kernel)
             for path, module in model.named_modules():
                 self._hook_module(path, module)
-            for shard in self._unhooked:
+            if self._unhooked:
+                shard = self._unhooked.pop()
                 raise ValueError(
-                    f"Table {shard.name!r} can't have codes: neither a module of torch's nor a"
-                    f" sharded collection of TorchRec's looks up its shard {shard.rect}."
+                    f"Table {shard.name!r} can't have codes: no torch module and no sharded"
+                    f" TorchRec collection looks up its shard {shard.rect}."
                 )
             self._handles = self._handles.pop_all()
 
@@ -153,7 +155,7 @@ class DecodingHooks:
     def check_reshard(self, *_: Any) -> None:
         """Call ``on_reshard`` if a collection has new lookup modules: a reshard replaces them on
         every rank, so every rank notices."""
-        if any(lookups_of(each) != hooked for each, hooked in self._hooked.items()):
+        if any(lookups_of(owner) != hooked for owner, hooked in self._hooked.items()):
             self._on_reshard()
 
     def remove(self) -> None:
@@ -162,10 +164,10 @@ class DecodingHooks:
 
     def _hook_kernel(self, kernel: LookupKernel) -> None:
         weights = kernel.weights()
-        shards = [self._by_weight.get((each.data_ptr(), each.shape)) for each in weights]
+        shards = [self._by_weight.get((weight.data_ptr(), weight.shape)) for weight in weights]
         coded = [shard for shard in shards if shard is not None]
         if coded:
-            by_feature = [(shards[each], weights[each].shape[1]) for each in kernel.features]
+            by_feature = [(shards[table], weights[table].shape[1]) for table in kernel.features]
             decode = partial(_decode_kernel, by_feature, kernel.pooling)
             self._hook(kernel.module, coded, decode)
 
@@ -177,12 +179,12 @@ class DecodingHooks:
             shard = self._by_weight.get((weight.data_ptr(), weight.shape))
             if shard is None:
                 continue
-            # By exact class: a subclass may do more in its forward.
+            # Classes are compared exactly: a subclass may do more in its forward.
             if type(module) not in _MODULES or weight.itemsize < 4:
                 raise ValueError(
-                    f"Table {shard.name!r} can't have codes: what looks it up, the"
-                    f" {type(module).__name__} at {path!r}, must be an nn.Embedding or an"
-                    " nn.EmbeddingBag of float32 or float64: serving does not round to 16 bits."
+                    f"Table {shard.name!r} can't have codes: the module at {path!r} is a"
+                    f" {type(module).__name__} in {weight.dtype}; only nn.Embedding and"
+                    " nn.EmbeddingBag in float32 or float64 can use codes."
                 )
             refuse_lookup(shard.name, module)
             self._hook(module, [shard], partial(_decode_module, shard, module))
@@ -190,7 +192,7 @@ class DecodingHooks:
     def _hook(self, module: nn.Module, shards: Sequence[CodedShard], decode: _Decode) -> None:
         self._unhooked.difference_update(shards)
         hook = Hook(partial(self._replace_output, shards[0], decode))
-        # Prepended: the hook that rotates outputs back must get decoded rows.
+        # Prepend it: the hook that rotates outputs back must get decoded rows.
         handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
         self._handles.enter_context(handle)
 
@@ -238,27 +240,29 @@ def _decode_kernel(
     """
     ids = args[0]
     if ids.variable_stride_per_key():
-        raise ValueError("Codes do not support batches of another size for each feature.")
-    # Cached since TorchRec distributed the ids, so reading them costs no synchronization.
+        raise ValueError("Codes do not support batch sizes that differ between features.")
+    # TorchRec has cached these when it distributed the ids: reading them does not synchronize.
     starts, stride = ids.offset_per_key(), ids.stride()
     # Pooled outputs of features are side by side, sequences one below the other.
     is_pooled = pooling != "none"
     sizes = [columns for _, columns in by_feature] if is_pooled else ids.length_per_key()
     decoded = torch.empty_like(output)
     parts = torch.split(decoded, sizes, int(is_pooled))
-    floats = torch.split(output, sizes, int(is_pooled))
-    for feature, (part, rows) in enumerate(zip(parts, floats, strict=True)):
+    outputs = torch.split(output, sizes, int(is_pooled))
+    for feature, (part, floats) in enumerate(zip(parts, outputs, strict=True)):
         shard = by_feature[feature][0]
-        if shard is not None:
-            span = slice(starts[feature], starts[feature + 1])
-            numbers = ids.values()[span].long()
-            # As FBGEMM, which reads row 0 for an id out of range unless it has raised an error.
-            is_outside = (numbers < 0) | (numbers >= shard.rect.rows)
-            rows = shard.decode(numbers.masked_fill(is_outside, 0))
-            if is_pooled:
-                ends = ids.offsets()[feature * stride : (feature + 1) * stride + 1] - span.start
-                rows = _pool(rows, ends, pooling, ids.weights_or_none(), span)
-        part.copy_(rows)
+        if shard is None:
+            part.copy_(floats)
+            continue
+        span = slice(starts[feature], starts[feature + 1])
+        row_ids = ids.values()[span].long()
+        # FBGEMM reads row 0 for an id out of range, unless it raises an error: so does this.
+        is_outside = (row_ids < 0) | (row_ids >= shard.rect.rows)
+        decoded_rows = shard.decode(row_ids.masked_fill(is_outside, 0))
+        if is_pooled:
+            ends = ids.offsets()[feature * stride : (feature + 1) * stride + 1] - span.start
+            decoded_rows = _pool(decoded_rows, ends, pooling, ids.weights_or_none(), span)
+        part.copy_(decoded_rows)
     return decoded
 
 
@@ -291,12 +295,12 @@ def _decode_module(shard: CodedShard, module: nn.Module, args: Any, kwargs: Any,
     names = ("input", "offsets", "per_sample_weights")
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     ids = arguments.pop("input")
-    numbers = ids.reshape(-1).long()
+    row_ids = ids.reshape(-1).long()
     if isinstance(module, compact.CompactTable):
-        numbers = module.index(numbers).long()
+        row_ids = module.index(row_ids).long()
         # Removed ids read the row of zeros behind the last row.
-        numbers = torch.where(numbers < 0, shard.rect.rows, numbers)
-    rows = shard.decode(numbers).float()
+        row_ids = torch.where(row_ids < 0, shard.rect.rows, row_ids)
+    rows = shard.decode(row_ids).float()
     if isinstance(module, nn.EmbeddingBag):
         arguments.update(mode=module.mode, include_last_offset=module.include_last_offset)
         places = torch.arange(len(rows), device=rows.device).view(ids.shape)
@@ -311,7 +315,7 @@ def _in_groups(width: int, rect: Rect) -> Rect:
 
 def divisors(columns: int, step: int = 1) -> list[int]:
     """Return the multiples of ``step`` that divide ``columns``."""
-    return [each for each in range(step, columns + 1, step) if columns % each == 0]
+    return [size for size in range(step, columns + 1, step) if columns % size == 0]
 
 
 def refuse_lookup(name: str, module: Any) -> None:

@@ -121,7 +121,7 @@ def quantize(
         with world.agreeing("quantize()"):
             handle.attach()
     except BaseException:
-        # The refusal may be another rank's, after this one has attached its hooks.
+        # Another rank may refuse, after this one has attached its hooks.
         handle.detach()
         raise
     return handle
@@ -139,9 +139,10 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
     As a context manager, it detaches at the end of the block.
 
     Attributes:
-        books: of each table, float16 ``(groups, 256, columns of a group)``; zeros before the first
-            fit.
-        sparsifier: of the masks of the same tables; one without tables if there are no masks.
+        books: the books of each table, float16 ``(groups, 256, columns of a group)``; zeros before
+            the first fit.
+        sparsifier: the owner of the masks of the same tables; without masks, a sparsifier that has
+            no tables.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
                 books[name] = _copy_saved_books(name, saved, self.books[name].shape)
                 copies += _match_saved_codes(table, state_dict["codes"].get(name))
             facts["step, schedule"] = [step, asdict(schedule), fitted]
-            facts["books"] = {name: digest(each.tolist()) for name, each in books.items()}
+            facts["books"] = {name: digest(book.tolist()) for name, book in books.items()}
         for codes, saved_codes in copies:
             codes.copy_(saved_codes)
         self._step, self._schedule, self._is_fitted, self.books = step, schedule, fitted, books
@@ -319,8 +320,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             for shard in hooks.shards:
                 if not bool(torch.stack(torch.aminmax(shard.weight)).isfinite().all()):
                     raise ValueError(
-                        f"Table {shard.name!r} has weights in {shard.rect} that are not finite:"
-                        " books can't be fitted."
+                        f"Table {shard.name!r} has weights in {shard.rect} that are not finite."
                     )
         for data in self._located():
             group, name = group_over(data.ranks), data.name
@@ -343,8 +343,8 @@ def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]
         rows, columns = located[name].shape
         if rows < LEAST_ROWS:
             raise ValueError(
-                f"Table {name!r} has {count(rows)} rows; codes need at least {count(LEAST_ROWS)} to"
-                " save more than their books take. Name larger tables in codes=."
+                f"Table {name!r} has {count(rows)} rows; codes need at least {count(LEAST_ROWS)}."
+                " Name larger tables in codes=."
             )
         groups[name] = integer("codes", by_name[name], least=1, most=columns, of=name)
         if columns % groups[name]:
@@ -364,8 +364,8 @@ def _refuse_masks(
         block = resolve_block(name, shape, located[name].shape)
         if block[1] < located[name].shape[1]:
             raise ValueError(
-                f"Table {name!r}: sparse removes {block[0]} x {block[1]} blocks, parts of rows, and"
-                " books keep whole rows at zero: compact() removed columns first."
+                f"Table {name!r}: sparse removes {block[0]} x {block[1]} blocks, and codes need"
+                " whole rows: compact() removed columns first."
             )
 
 
@@ -391,8 +391,8 @@ def _match_saved_codes(data: ShardedData, saved: Any) -> list[tuple[Tensor, Tens
         piece = pieces.get((rect.row, rect.col), codes[:0])
         if piece.shape != codes.shape:
             raise ValueError(
-                f"Table {data.name!r}: the state has no codes of {rect}. Of other ranks, it must be"
-                " loaded by torch.distributed.checkpoint."
+                f"Table {data.name!r}: the state has no codes of {rect}. Load a state of other"
+                " ranks by torch.distributed.checkpoint."
             )
         copies.append((codes, piece))
     return copies

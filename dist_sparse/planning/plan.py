@@ -384,8 +384,8 @@ def _without_headers(
 
 def _refuse_following(model: nn.Module, located: Sequence[ShardedData]) -> None:
     """Refuse following tables, whose rows are slots for ids."""
-    # The class can't be named here: it needs TorchRec. Its modules that translate ids have `fates`.
-    names = set().union(*(getattr(module, "fates", ()) for module in model.modules()))
+    # FollowingIds can't be imported here: it needs TorchRec. Only its modules have `lookup_stats`.
+    names = set().union(*(getattr(module, "lookup_stats", ()) for module in model.modules()))
     fixed = [
         f"{table.name!r} ({number_of(table.shape[0], 'row')}, {size(dense_bytes([table]))})"
         for table in map(shape_of, located)

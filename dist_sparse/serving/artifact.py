@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,10 +47,10 @@ from dist_sparse.tables.hashing import STEP, mix64
 
 StrPath = str | os.PathLike[str]
 # An artifact, or an artifact and the deltas after it.
-Folders = StrPath | Sequence[StrPath]
+Folders = StrPath | Iterable[StrPath]
 
 MANIFEST = "manifest.json"
-# Suffix of unfinished folders.
+# The suffix of unfinished folders.
 PARTIAL = ".partial"
 
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8"}
@@ -69,7 +69,7 @@ class Opened(Generic[AnyManifest]):
 
     Args:
         path: the folder.
-        manifest: of it.
+        manifest: the manifest in it.
 
     Raises:
         ValueError: the file of the tables is missing, or does not fit the manifest.
@@ -130,7 +130,7 @@ def open_artifact(path: StrPath, kind: Any = Manifest, *, verify: bool = True) -
     """Open the folder that :func:`dist_sparse.export` wrote.
 
     Args:
-        path: of the folder.
+        path: the folder.
         kind: :class:`Manifest`, or :class:`Delta` for a folder of ``export(since=)``.
         verify: whether to verify all bytes, or only the manifest and the sizes.
 
@@ -145,7 +145,7 @@ def open_artifact(path: StrPath, kind: Any = Manifest, *, verify: bool = True) -
 
 def _read(folder: Path, kind: type[AnyManifest]) -> AnyManifest:
     file = folder / MANIFEST
-    unfinished = f"{folder} is what an unfinished export left: delete it, and export again."
+    unfinished = f"{folder} is an unfinished export: delete it, and export again."
     missing = f"{folder} holds no artifact: there is no {MANIFEST}."
     refuse({unfinished: folder.name.endswith(PARTIAL), missing: not file.is_file()})
     if file.stat().st_size > _MOST_BYTES:
@@ -178,8 +178,8 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
         try:
             self.folder.mkdir(parents=True)
-            # Open until it is published: the lock tells _remove_leftovers() that this export is
-            # alive. Some file systems have no locks.
+            # The file stays open until the folder is published: its lock tells
+            # _remove_leftovers() that this export is alive. Some file systems have no locks.
             self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -205,9 +205,9 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         """Write the next rows of the tensor ``name``, in the dtype of :meth:`Table.layout`.
 
         Args:
-            ids: of the rows of an artifact, int64 ``(n,)``: see :func:`checksum`.
+            ids: the ids of the rows of an artifact, int64 ``(n,)``: see :func:`checksum`.
         """
-        # Named, because memory_of() does not keep it alive.
+        # It needs a name: memory_of() does not keep it alive.
         stored = part.detach().cpu().contiguous()
         self._file.seek(self._positions[name])
         self._positions[name] += self._file.write(memory_of(stored))
@@ -236,13 +236,13 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         Raises:
             ValueError: something is at that name by now.
         """
-        # Written and synced last: a folder without it is no artifact.
+        # The manifest is written last: a folder without it is no artifact.
         with open(self.folder / MANIFEST, "xb") as file:
             file.write(manifest.to_text().encode())
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self.folder)
-        # Checked again: rename() would replace an empty folder that another process created since.
+        # Check again: rename() would replace an empty folder that another process created since.
         os.rename(self.folder, check_new(self._path))
         sync_folder(self._path.parent)
 
@@ -254,19 +254,15 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def folders_of(name: str, value: Any) -> list[StrPath]:
-    """Return the folders of an argument that is a path, or a list of the paths of an artifact and
-    the deltas after it.
+def folders_of(name: str, value: Any) -> list[Path]:
+    """Return the absolute paths of an argument that is a path, or an iterable of the paths of an
+    artifact and the deltas after it.
 
     Raises:
-        ValueError: it is something else, or an empty list; ``name`` is for the message.
+        ValueError: something in it is no path; ``name`` is for the message.
     """
-    folders = value if isinstance(value, (list, tuple)) else [value]
-    if not folders:
-        raise ValueError(f"Invalid {name}={value!r}: must name the folder of an artifact first.")
-    for folder in folders:
-        absolute_path(name, folder)
-    return [*folders]
+    is_one = isinstance(value, (str, os.PathLike)) or not isinstance(value, Iterable)
+    return [absolute_path(name, folder) for folder in ([value] if is_one else value)]
 
 
 def absolute_path(name: str, value: Any) -> Path:
@@ -318,7 +314,7 @@ def _map_tensors(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
             raise ValueError(
                 f"{file} is damaged: its header does not list the tensors of {MANIFEST}."
             )
-    # Mapped privately: writes to a tensor do not reach the file.
+    # The mapping is private: writes to a tensor do not reach the file.
     raw = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     return {
         name: raw[spans[name]].view(dtype).view(shape)
@@ -346,7 +342,7 @@ def _file_layout(tables: Mapping[str, Any]) -> _FileLayout:
             "data_offsets": [start, end],
         }
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    # The format: 8 bytes of length, JSON, tensors. Padded with spaces, so that tensors are aligned.
+    # A safetensors file is 8 bytes of length, JSON and tensors. Spaces align the tensors.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     # Offsets in the header count from its end, spans from the beginning of the file.
@@ -390,10 +386,10 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
-# Rows by the ids that they belong to. The cost of a delta follows its changes: the functions that
+# Functions that find rows by their ids. The cost of a delta follows its changes: the functions that
 # it uses read only the rows that they are called with.
 
-# Ids that are unpacked from a bitmap at once, and rows that are moved at once.
+# How many ids are unpacked from a bitmap at once, and how many rows are moved at once.
 SPAN = 1 << 16
 
 
@@ -427,7 +423,7 @@ def words_of(rows: Tensor) -> Tensor:
 
 @cache
 def _factors(count: int) -> Tensor:
-    # Odd, so that multiplying modulo 2**64 is invertible and loses no bit of a word.
+    # Factors are odd, so that multiplying modulo 2**64 is invertible and loses no bit of a word.
     return mix64(torch.arange(1, count + 1) * STEP) | 1
 
 

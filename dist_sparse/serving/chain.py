@@ -43,12 +43,12 @@ class MappedTable:
 
     Args:
         artifact: the base.
-        name: of the table.
-        deltas: in order; each follows the one before it.
+        name: the name of the table.
+        deltas: the deltas in order; each follows the one before it.
 
     Attributes:
-        entry: of the manifest, after the last delta.
-        index: of the rows, after the last delta.
+        entry: its entry in the manifest, after the last delta.
+        index: the index of its rows, after the last delta.
         whole: its tensors that are no rows, and not ``kept``, after the last delta.
         base_rows: the rows of the artifact alone: ``rows``, and ``scale_bias`` of grids of rows.
 
@@ -78,22 +78,20 @@ class MappedTable:
     def gather(self, ids: Tensor) -> Tensors:
         """Return the rows of ids after the last delta, by the names of :attr:`base_rows`. Every id
         must have a row: int64 ``(n,)``."""
-        found = {
-            key: rows.new_empty(len(ids), rows.shape[1]) for key, rows in self.base_rows.items()
-        }
-        # Positions of ids whose rows are still to be found.
+        out = {key: rows.new_empty(len(ids), rows.shape[1]) for key, rows in self.base_rows.items()}
+        # The positions of ids whose rows are still to be found.
         left = torch.arange(len(ids))
-        # From the last delta back: the last one with a row holds its current value.
+        # Deltas are read from the last one back: the last one with a row has its current value.
         for layer in reversed(self._layers):
             wanted = ids[left].int()
             at = torch.searchsorted(layer["ids"], wanted)
             # searchsorted() returns the length for ids behind the last one: the padding there
             # matches no id.
             is_here = F.pad(layer["ids"], (0, 1), value=-1)[at] == wanted
-            _copy_rows(found, left[is_here], layer, at[is_here])
+            _copy_rows(out, left[is_here], layer, at[is_here])
             left = left[~is_here]
-        _copy_rows(found, left, self.base_rows, rows_of(self._base_index, ids[left]))
-        return found
+        _copy_rows(out, left, self.base_rows, rows_of(self._base_index, ids[left]))
+        return out
 
     def others(self) -> Tensors:
         """Return the tensors that are no rows, ``kept`` included."""
@@ -124,13 +122,13 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
     ids = tensors["ids"].long()
     removed = tensors["gone"].long()
     after = change.after
-    where = f"{delta.path} is refused: table {name!r}: its ids"
+    where = f"{delta.path} is refused: table {name!r}: its"
     for listed, end in ((ids, after.rows + after.default_row), (removed, after.rows)):
-        # With -1 before and end behind, one test finds ids out of range as well.
+        # Bounds at both ends let one test find ids out of range as well.
         bounded = F.pad(listed, (1, 0), value=-1)
         bounded = F.pad(bounded, (0, 1), value=end)
         if (bounded.diff() <= 0).any():
-            raise ValueError(f"{where} do not ascend, or are not in [0, {end}).")
+            raise ValueError(f"{where} ids do not ascend, or are not in [0, {end}).")
     added = ids[rows_of(before, ids) < 0]
     words = before.words.clone()
     # Setting a bit that is 0 is an addition, clearing a bit that is 1 a subtraction: neither
@@ -142,7 +140,7 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
     # above were wrong, and the index is refused.
     rows = torch.cat([rows_of(before, removed), rows_of(index, ids)])
     if (int((rows < 0).sum()), len(added), index.num_kept) != (0, change.came, after.kept):
-        raise ValueError(f"{where} do not come and go as it says.")
+        raise ValueError(f"{where} added and removed ids do not match its manifest.")
     return index
 
 
@@ -150,11 +148,11 @@ def compare_rows(name: str, first: int, weight: Tensor, stored: Tensors, entry: 
     """Compare encoded rows with the rows of the model.
 
     Args:
-        name: of the table.
+        name: the name of the table.
         first: the number of the first row among the kept ones.
         weight: rows of the model, ``(n, columns)``, or their codes.
         stored: the same rows as they are written, with the table's ``scales`` or ``books``.
-        entry: of the table.
+        entry: the manifest's entry of the table.
 
     Raises:
         ValueError: a row serves other values; names table, row and values.
@@ -168,7 +166,7 @@ def compare_rows(name: str, first: int, weight: Tensor, stored: Tensors, entry: 
         # A column's grid may be too short for its largest weights, so no distance bounds the error:
         # the rows are encoded once more instead.
         expected = decode(encode(weight, entry.dtype, stored.get("scales")), entry.dim)
-        # As integers, because -0.0 == 0.0 as floats.
+        # Compare bits, because -0.0 == 0.0.
         is_wrong = served.view(torch.int32) != expected.view(torch.int32)
     places = is_wrong.nonzero()
     if len(places):
@@ -208,7 +206,7 @@ def open_next(path: StrPath, before: Manifest, base: str, *, verify: bool = True
         path: the folder.
         before: the manifest of that artifact.
         base: the hash of the artifact that the chain began with, for the message.
-        verify: as of :func:`open_artifact`.
+        verify: as in :func:`open_artifact`.
 
     Raises:
         ValueError: it is damaged, out of order, or of another base; names it.
@@ -230,7 +228,7 @@ def open_chain(base: StrPath, *deltas: StrPath, verify: bool = True) -> Chain:
     """Open an artifact and the deltas after it, and verify their files and their order.
 
     Args:
-        verify: as of :func:`open_artifact`; the order is always verified.
+        verify: as in :func:`open_artifact`; the order is always verified.
 
     Raises:
         ValueError: a folder is no artifact or no delta, is damaged, or of another version; a delta
@@ -248,9 +246,9 @@ def open_chain(base: StrPath, *deltas: StrPath, verify: bool = True) -> Chain:
 def check_artifact(path: StrPath, *deltas: StrPath) -> Chain:
     """Check an artifact and the deltas after it by their own files, and return them.
 
-    Checked are checksums, sizes and bitmaps, that every weight is finite, that the grid of every
-    row of 8 or 4 bits holds zero exactly, and that the deltas add up to the artifact that the last
-    one describes.
+    The check covers checksums, sizes and bitmaps, that every weight is finite, that the grid of
+    every row of 8 or 4 bits holds zero exactly, and that the deltas add up to the artifact that the
+    last one describes.
 
     Raises:
         ValueError: names the file, or the table and the row.
@@ -287,7 +285,7 @@ def merge(base: StrPath, *deltas: StrPath, out: StrPath) -> Manifest:
         out: the new folder.
 
     Raises:
-        ValueError: something is at ``out``, or as of :func:`open_chain`; nothing was written.
+        ValueError: something is at ``out``, or as in :func:`open_chain`; nothing was written.
         OSError: a file can't be read or written.
     """
     check_new(out)
@@ -327,7 +325,8 @@ def move_rows(stored: Tensors, before: RowIndex, after: RowIndex, new: Tensors) 
     """Apply a delta to the rows of a running process, in place. Memory follows the delta's size.
 
     Args:
-        stored: the rows, with room for the rows afterwards: ``(room, ...)`` each, any dtype.
+        stored: the rows, with capacity for the rows afterwards: ``(capacity, ...)`` each, any
+            dtype.
         before: the index of the rows now.
         after: the index of the rows afterwards.
         new: the rows of the delta by the same names, and their ``ids``.
@@ -341,7 +340,7 @@ def move_rows(stored: Tensors, before: RowIndex, after: RowIndex, new: Tensors) 
         for first in spans:
             _move_some(stored, before, after, ids_in(stay, before.rows, first), -1)
         if before.default_row:
-            # The last of the rows, so it comes between the two passes.
+            # The default row is the last one, so it moves between the two passes.
             last = torch.tensor([before.rows])
             _move_some(stored, before, after, last, after.num_kept - before.num_kept)
         for first in reversed(spans):

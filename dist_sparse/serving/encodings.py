@@ -27,7 +27,7 @@ class Encoding(NamedTuple):
     """How rows of a dtype are stored.
 
     Args:
-        bits: of a weight; for ``"codes"`` of a group of columns.
+        bits: the bits of a weight; for ``"codes"`` those of a group of columns.
         stored: the dtype of the tensor of rows; two 4-bit codes share a byte.
         largest: the largest magnitude of a weight.
     """
@@ -45,11 +45,11 @@ ENCODINGS: dict[str, Encoding] = {
     "fp16": Encoding(16, torch.float16, LARGEST_HALF),
     "int8": Encoding(8, torch.uint8, _LARGEST_ON_GRID),
     "int4": Encoding(4, torch.uint8, _LARGEST_ON_GRID),
-    # No limit of their own: books are clamped to float16 when they are learned.
+    # Codes have no limit of their own: books are clamped to float16 when they are learned.
     "codes": Encoding(8, torch.uint8, _LARGEST_FLOAT),
 }
 
-# Bits of a weight, by dtype.
+# The bits of a weight, by dtype.
 BITS = {name: ENCODINGS[name].bits for name in ("fp32", "fp16", "int8", "int4")}
 
 # The smallest float16 above 0.
@@ -65,7 +65,7 @@ def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> Tensors:
     A 0 decodes to exactly 0, any other weight to the nearest value.
 
     Args:
-        weight: of magnitudes up to the encoding's ``largest``.
+        weight: the rows, with magnitudes up to the encoding's ``largest``.
         scales: float16 ``(columns,)``, for 4 bits on a grid per column instead of per row.
 
     Returns:
@@ -77,12 +77,12 @@ def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> Tensors:
     if dtype not in ("int8", "int4"):
         return {"rows": weight.to(stored)}
     if scales is not None:
-        # In float64: a float32 division could round to the next step.
+        # The division is in float64: in float32 it could round to the next step.
         steps = torch.round(weight.double() / scales.double()).clamp_(_LEAST_STEP, _LAST_STEP)
         return {"rows": _pack_nibbles((steps.int() & 15).to(stored)), "scales": scales}
     scale_bias = half_grid(weight, bits)
     scale, bias = scale_bias.double().unsqueeze(-1).unbind(1)
-    # In float64 as above.
+    # The division is in float64 as above.
     exact = torch.round(weight.double() / scale - bias / scale)
     codes = exact.clamp_(0, 2**bits - 1).to(stored)
     return {"rows": _pack_nibbles(codes) if bits == 4 else codes, "scale_bias": scale_bias}
@@ -166,7 +166,7 @@ class ColumnSpread:
     Counts are integers, so they depend neither on the order of the rows nor on their chunks.
 
     Args:
-        columns: of the table.
+        columns: the number of columns of the table.
 
     Attributes:
         counts: int64 ``(columns, bins)``; may be summed over parts of a table.
@@ -185,7 +185,7 @@ class ColumnSpread:
     def scales(self) -> Tensor:
         """Return the scale of each column with the smallest sum of squared errors: float16
         ``(columns,)``. A column of zeros has scale 1."""
-        # The lower bits of a bin's first magnitude are 0, of its center 1 and zeros.
+        # The lower bits are 0 in the first magnitude of a bin, and 1 and zeros in its center.
         bits = (torch.arange(_BINS, dtype=torch.int32) << _SHIFT) + (1 << (_SHIFT - 1))
         centers = bits.view(torch.float32).double()
         return torch.stack([_best_scale(centers, counts) for counts in self.counts]).half()
@@ -218,7 +218,7 @@ def books_of(stored: Tensors) -> Tensor | None:
         return stored.get("books")
     byte = torch.arange(ENTRIES, device=stored["scales"].device)
     nibbles = torch.stack([byte & 15, byte >> 4], 1)
-    # Two's complement of 4 bits.
+    # A nibble is a step in two's complement.
     steps = torch.where(nibbles < 8, nibbles, nibbles - 16)
     # An odd last column has a byte of its own, and the other half of the byte is 0.
     scales = F.pad(stored["scales"], (0, len(stored["scales"]) % 2))

@@ -81,10 +81,10 @@ class Exported:
 
     Attributes:
         path: the folder.
-        manifest: of the artifact, or for a delta of the artifact after it. One of its numbers is
-            ``manifest.tables["user"].bytes.after``.
+        manifest: the manifest of the artifact, or for a delta of the artifact after it. One of its
+            numbers is ``manifest.tables["user"].bytes.after``.
         delta: the manifest of the delta, if the folder holds one; otherwise None.
-        since: for a delta the folders that it follows: an artifact and the deltas after it.
+        since: the folders that a delta follows: an artifact and the deltas after it.
     """
 
     path: Path
@@ -124,9 +124,9 @@ def export(
         sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model whose
             removed rows :func:`~dist_sparse.compact` took out, or that has none. What
             :func:`~dist_sparse.quantize` returned has its tables stored as codes.
-        path: of the new folder, whose missing parents are made; the same on every rank. Only rank 0
+        path: the new folder, whose missing parents are made; the same on every rank. Only rank 0
             writes to it.
-        dtype: of the stored weights. ``"fp32"`` serves them bit for bit (of float64 the nearest
+        dtype: how weights are stored. ``"fp32"`` serves them bit for bit (of float64 the nearest
             float32), ``"fp16"`` the nearest float16, ``"int8"`` and ``"int4"`` the nearest point of
             each row's grid, which holds 0. Tables with codes serve bit for bit what lookups return,
             and ``dtype`` is that of the others; of ``"codes"`` it is ``"fp32"``.
@@ -178,7 +178,7 @@ def export(
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
-        facts["since"] = [str(each) for each in before]
+        facts["since"] = [str(folder) for folder in before]
         # If ranks disagreed in these, they would wait for messages that no rank sends.
         facts.update({f"table {data.name!r}": _placement(data) for data in located})
         collections, lookups = model_lookups(model, located)
@@ -229,10 +229,8 @@ def _folders_before(since: Any) -> tuple[Path, ...]:
     """Return the folders that a delta follows; none for a whole export."""
     if isinstance(since, Exported):
         return (*since.since, since.path)
-    if since in (None, [], ()):
-        # An empty list is the history of a job that has published nothing yet.
-        return ()
-    return tuple(absolute_path("since", folder) for folder in folders_of("since", since))
+    # A list may be empty: the history of a job that has published nothing yet.
+    return () if since is None else tuple(folders_of("since", since))
 
 
 def _placement(data: ShardedData) -> list[Any]:
@@ -251,7 +249,7 @@ def _with_codes(tables: ServedTables, coded: CodedTraining | None) -> ServedTabl
     codes = coded.coded()
     strange = sorted(codes.keys() - tables.keys())
     if strange:
-        raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
+        raise ValueError(f"The model has no tables {strange}, which have codes.")
     with_codes = dict(tables)
     for name, data in codes.items():
         with_codes[name] = replace(tables[name], rows=data, books=coded.books[name])
@@ -336,7 +334,7 @@ def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
 # A delta is written by the same steps as an artifact: DeltaWriter gets the same tensors in the same
 # order, and finds out what has changed.
 
-# Spooled rows that are read at once.
+# How many bytes of spooled rows are read at once.
 _SPOOL_BYTES = 8 << 20
 
 
@@ -348,7 +346,7 @@ class DeltaWriter(ArtifactWriter):
 
     Args:
         path: the final name.
-        manifest: of the artifact after the delta, without checksums.
+        manifest: the manifest of the artifact after the delta, without checksums.
         chain: the artifact and the deltas that the delta follows.
         sources: the tables, by name. If writes to a table were recorded, only written rows of the
             chain are read, so its rows are not verified; its bitmaps and ids are.
@@ -376,7 +374,7 @@ class DeltaWriter(ArtifactWriter):
         """Write and publish the changes, and return the manifest of the delta.
 
         Args:
-            manifest: of the artifact after the delta, without checksums.
+            manifest: the manifest of the artifact after the delta, without checksums.
         """
         tables = {name: changes.result() for name, changes in self._tables.items()}
         after = {name: table.after for name, table in tables.items()}
@@ -397,7 +395,7 @@ class _Changes:
         before: the table before the delta.
         after: the manifest's entry after the delta, without checksums.
         whole: the tensors after the delta that are no rows, ``kept`` included.
-        folder: for temporary files.
+        folder: where temporary files are written.
     """
 
     def __init__(self, before: MappedTable, after: Table, whole: Tensors, folder: Path) -> None:
@@ -414,11 +412,10 @@ class _Changes:
         self._ids = [torch.empty(0, dtype=torch.int32)]
         self._spools, self._sums = {}, {}
         for key, part in before.gather(self._removed).items():
-            # Open until the delta is written.
+            # The file stays open until the delta is written.
             self._spools[key] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-            # The checksum is a sum over rows. That of the new rows follows from the old one, minus
-            # removed rows here, minus old and plus new values of changed rows in add(): unchanged
-            # rows need not be read.
+            # The checksum is a sum over rows, so unchanged rows need not be read: removed rows are
+            # subtracted here; add() subtracts old values of changed rows, and adds the new ones.
             removed_sum = sum_of_rows(self._removed, part)
             self._sums[key] = int(before.entry.checksums[key], 16) - removed_sum
 

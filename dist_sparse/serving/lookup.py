@@ -39,18 +39,18 @@ class StoredTable:
     """A table as it is served.
 
     Args:
-        entry: of the manifest.
+        entry: its entry in the manifest.
         rows: the stored rows, and their scales and biases, named as in :meth:`Table.layout`.
         whole: its other tensors, likewise.
-        index: from ids to rows.
-        room: rows to allocate, for rows that deltas add.
+        index: finds the rows of ids.
+        spare_capacity: how many more rows to allocate, for rows that deltas add.
     """
 
     entry: Table
     rows: Tensors
     whole: Tensors
     index: RowIndex
-    room: int = 0
+    spare_capacity: int = 0
 
     @property
     def has_books(self) -> bool:
@@ -65,12 +65,12 @@ class StoredTable:
         return not (is_odd or self.has_books)
 
     @property
-    def places(self) -> int:
+    def capacity(self) -> int:
         """The number of rows to allocate."""
-        return max(self.room, self.entry.stored)
+        return self.entry.stored + self.spare_capacity
 
 
-# By name.
+# The tables of a lookup, by name.
 StoredTables = Mapping[str, StoredTable]
 
 
@@ -95,8 +95,8 @@ class RowLookup(nn.Module):
     ``rotation`` of tables whose results are rotated back.
 
     Args:
-        tables: by name.
-        features: for each feature, the name of its table.
+        tables: the tables, by name.
+        features: the name of each feature's table.
     """
 
     mean_columns: Tensor
@@ -129,36 +129,36 @@ class RowLookup(nn.Module):
         return self._rotate_back(out, batch.counts) if self.rotated else out
 
     def _rotate_back(self, out: Tensor, counts: Tensor) -> Tensor:
-        rotations = {each: self.get_buffer(f"rotation_{each}") for each in self.rotated}
+        rotations = {number: self.get_buffer(f"rotation_{number}") for number in self.rotated}
         if self.pooling != "none":
             parts = list(torch.split(out, self.dims, 1))
             for feature, rotation in rotations.items():
                 parts[feature] = parts[feature] @ rotation
             return torch.cat(parts, 1)
-        # Rows of a sequence. An exported graph can't split them by counts, which are values. So
-        # every matrix rotates all rows, and each row takes the result of its feature.
+        # An exported graph can't split the rows of a sequence by counts, which are values. So every
+        # matrix rotates all rows, and each row takes the result of its feature.
         features = torch.arange(len(self.dims), device=counts.device)
-        of = torch.repeat_interleave(features, counts, output_size=out.size(0)).unsqueeze(1)
+        feature_of = torch.repeat_interleave(features, counts, output_size=out.size(0)).unsqueeze(1)
         columns = rotations[self.rotated[0]].size(1)
         rotated = F.pad(out, (0, columns - out.size(1)))
         for feature, rotation in rotations.items():
-            rotated = torch.where(of == feature, out @ rotation, rotated)
+            rotated = torch.where(feature_of == feature, out @ rotation, rotated)
         return rotated
 
     def _pool(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
         raise NotImplementedError
 
     def stored(self, table: str) -> Tensors:
-        """Return live views of the rows of a table and of its room for more, by the names of
+        """Return live views of the rows of a table and of its spare capacity, by the names of
         :meth:`Table.layout`."""
         raise NotImplementedError
 
     def _fill(self, tables: StoredTables) -> None:
         """Copy the rows of the tables into the buffers."""
         for name, table in tables.items():
-            for key, places in self.stored(name).items():
-                rows = table.rows[key].view(places.dtype)
-                places[: len(rows)] = rows
+            for key, target in self.stored(name).items():
+                rows = table.rows[key].view(target.dtype)
+                target[: len(rows)] = rows
 
 
 class FbgemmLookup(RowLookup):
@@ -169,17 +169,17 @@ class FbgemmLookup(RowLookup):
 
     def __init__(self, tables: StoredTables, features: Sequence[str]) -> None:
         super().__init__(tables, features)
-        # By table: its first byte, its rows, and the bytes of a row.
+        # The first byte, the capacity, and the bytes of a row of each table.
         self._shapes: dict[str, tuple[int, int, int]] = {}
         end = 0
         for name, table in tables.items():
             width = sum(part.shape[1] * part.itemsize for part in table.rows.values())
-            self._shapes[name] = end, table.places, width
-            end += -(-table.places * width // _ALIGNMENT) * _ALIGNMENT
+            self._shapes[name] = end, table.capacity, width
+            end += -(-table.capacity * width // _ALIGNMENT) * _ALIGNMENT
         dtype, count = tables[features[0]].entry.dtype, len(features)
         self._has_grids = dtype in ("int8", "int4")
         # The arguments of the operator: see look_up_stored(). It reads all tables from one buffer.
-        # All others are per feature, not per table.
+        # All other arguments are per feature, not per table.
         arguments = {
             "weights": torch.zeros(end, dtype=torch.uint8),
             "no_weights": torch.zeros(0, dtype=torch.uint8),
@@ -201,8 +201,8 @@ class FbgemmLookup(RowLookup):
 
     def stored(self, table: str) -> Tensors:
         """Return live views of a table's bytes: uint8."""
-        start, places, width = self._shapes[table]
-        whole = self.weights[start : start + places * width].view(places, width)
+        start, rows, width = self._shapes[table]
+        whole = self.weights[start : start + rows * width].view(rows, width)
         if not self._has_grids:
             return {"rows": whole}
         return {"scale_bias": whole[:, :_SCALE_BIAS_BYTES], "rows": whole[:, _SCALE_BIAS_BYTES:]}
@@ -230,11 +230,11 @@ class LibtorchLookup(RowLookup):
 
     def _pool(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
         # Each group returns results for all features, zeros for features of other groups.
-        found: list[Tensor] = [group(batch, pooling) for group in self.groups]
+        parts: list[Tensor] = [group(batch, pooling) for group in self.groups]
         if pooling == "none":
-            return sum(found[1:], found[0])
+            return sum(parts[1:], parts[0])
         # Group results are (features, bags, columns); outputs are (bags, columns of all features).
-        outputs = [found[group][feature] for feature, group in enumerate(self._group_of_feature)]
+        outputs = [parts[group][feature] for feature, group in enumerate(self._group_of_feature)]
         return torch.cat(outputs, 1)
 
     def stored(self, table: str) -> Tensors:
@@ -248,9 +248,9 @@ class _Group(nn.Module):
     and ids of tables in other groups read. In books, the bytes 0 decode to zeros.
 
     Args:
-        tables: by name.
+        tables: the tables, by name.
         members: names of the tables in the group.
-        features: for each feature, the name of its table.
+        features: the name of each feature's table.
     """
 
     rows: Tensor
@@ -264,18 +264,18 @@ class _Group(nn.Module):
     ) -> None:
         super().__init__()
         self.count = 0
-        self.places: dict[str, slice] = {}
+        self.spans: dict[str, slice] = {}
         for name in members:
-            self.places[name] = slice(self.count, self.count + tables[name].places)
-            self.count += tables[name].places
+            first, self.count = self.count, self.count + tables[name].capacity
+            self.spans[name] = slice(first, self.count)
         one = tables[members[0]]
         self.dtype, self.width = one.entry.dtype, one.entry.dim
         assert self.count <= _MOST_ROWS, f"{self.count} rows: more need FBGEMM"
         for key, like in one.rows.items():
             self.register_buffer(key, like.new_zeros(self.count + 1, like.shape[1]))
         self.keys = list(one.rows)
-        # For each feature the first row of its table, -1 if the table is in another group.
-        firsts = {name: place.start for name, place in self.places.items()}
+        # A feature has the first row of its table, or -1 if the table is in another group.
+        firsts = {name: span.start for name, span in self.spans.items()}
         self.register_buffer("firsts", _of_features(firsts, features, -1))
         self.register_buffer("books", None)
         if not one.has_books:
@@ -287,12 +287,12 @@ class _Group(nn.Module):
         self.books = torch.cat(books).flatten(0, 1)
         self.register_buffer("group_starts", torch.arange(0, size, ENTRIES, dtype=torch.int32))
         # Ids of tables in other groups read entry 0, which is zeros in any book.
-        starts = {name: size * number for number, name in enumerate(self.places)}
+        starts = {name: size * number for number, name in enumerate(self.spans)}
         self.register_buffer("book_starts", _of_features(starts, features, 0))
 
     def stored(self, table: str) -> Tensors:
         """Return live views of a table's rows."""
-        return {key: self.get_buffer(key)[self.places[table]] for key in self.keys}
+        return {key: self.get_buffer(key)[self.spans[table]] for key in self.keys}
 
     def forward(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
         """Return the bags of all features, ``(features, bags, width)``, or each id's row,
@@ -300,7 +300,7 @@ class _Group(nn.Module):
         rows = batch.rows
         features, feature = self.firsts.size(0), None
         if features > 1:
-            # The feature of each id, from the number of ids of each feature.
+            # The number of ids of each feature tells the feature of each id.
             feature = torch.repeat_interleave(batch.counts, output_size=rows.size(0))
             first = self.firsts.index_select(0, feature)
             places = torch.where((rows < 0) | (first < 0), self.count, rows + first)
@@ -328,12 +328,12 @@ class _Group(nn.Module):
         """Return the rows at ``places``, float32 ``(n, width)``.
 
         Args:
-            feature: of each id; None if there is only one.
+            feature: the feature of each id; None if there is only one.
         """
-        found = {key: self.get_buffer(key).index_select(0, places) for key in self.keys}
+        stored = {key: self.get_buffer(key).index_select(0, places) for key in self.keys}
         if self.books is None:
-            return decode(found, self.width)
-        entries = found["rows"] + self.group_starts
+            return decode(stored, self.width)
+        entries = stored["rows"] + self.group_starts
         if feature is not None:
             entries = entries + self.book_starts.index_select(0, feature).unsqueeze(1)
         return gather_entries(entries, self.books)[:, : self.width].float()
@@ -356,8 +356,8 @@ def to_fbgemm(collection: Collection, tables: StoredTables) -> nn.Module:
 
     if len({table.entry.pooling for table in tables.values()}) > 1:
         raise ValueError(
-            f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module"
-            " pools in one way: use to_torchrec()."
+            f"Collection {collection.path!r} has sums and means, and FBGEMM's module pools in one"
+            " way: use to_torchrec()."
         )
     # FBGEMM's remap uses the number of a table where it needs that of a feature: if a table has two
     # features, lookups return wrong rows. So each feature has a copy of its table.
@@ -378,8 +378,8 @@ def to_torchrec(
 
     if collection.kind != "bag":
         raise ValueError(
-            f"Collection {collection.path!r} is of the kind {collection.kind!r}, and TorchRec's"
-            " EmbeddingBagCollection looks up bags: use to_fbgemm()."
+            f"Collection {collection.path!r} has kind {collection.kind!r}, and to_torchrec() needs"
+            " 'bag': use to_fbgemm()."
         )
     # A feature of two tables has different rows in each. So the features of TorchRec's collection
     # are the outputs of this one, which differ.
@@ -399,9 +399,9 @@ class QuantizedCollection(nn.Module):
     """TorchRec's quantized EmbeddingBagCollection behind an index from ids to rows.
 
     Args:
-        looked_up: the collection of the manifest.
-        collection: TorchRec's, which is called with rows for ids.
-        index: from ids to rows.
+        looked_up: the manifest's entry of the collection.
+        collection: TorchRec's collection, which is called with rows for ids.
+        index: finds the rows of ids.
         zeros: the row of zeros of each feature's table.
     """
 
@@ -435,8 +435,8 @@ def _stored_rows(table: StoredTable, name: str, features: Sequence[str], zeros: 
 
     entry = table.entry
     rotated = (
-        f"Table {name!r} was rotated alone, and other libraries can't rotate its outputs back."
-        " Rotate its group instead, or serve it by dist_sparse."
+        f"Table {name!r} was rotated alone, which other libraries can't undo: rotate its group, or"
+        " serve it by dist_sparse."
     )
     odd = f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even."
     refuse({rotated: entry.turned, odd: entry.dtype == "int4" and entry.dim % 2})

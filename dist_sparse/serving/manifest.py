@@ -29,7 +29,7 @@ TABLES = "tables.safetensors"
 Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
 Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
-# Dtype and shape.
+# The dtype and the shape of a tensor.
 TensorType = tuple[torch.dtype, tuple[int, ...]]
 Layout = Mapping[str, TensorType]
 
@@ -53,13 +53,13 @@ class Collection:
     """A module that looks tables up.
 
     Args:
-        path: of the module in the model; ``""`` is the model itself.
+        path: the path of the module in the model; ``""`` is the model itself.
         kind: ``"bag"`` and ``"sequence"`` are TorchRec's collections, ``"embedding_bag"`` and
             ``"embedding"`` torch's modules.
         weighted: whether each id comes with a weight (``"bag"``).
-        include_last_offset: of a ``torch.nn.EmbeddingBag``.
-        tables: names, in the order of the module.
-        features: in the order of the module's outputs; empty for torch's modules.
+        include_last_offset: the option of a ``torch.nn.EmbeddingBag``.
+        tables: the names of its tables, in the order of the module.
+        features: its features, in the order of the module's outputs; empty for torch's modules.
     """
 
     path: str
@@ -88,12 +88,12 @@ class TableBytes:
     weights.
 
     Args:
-        before: of the dense table, in the dtype that it was trained in.
-        after: of all of its tensors in the file.
-        index: of the bitmap of kept rows.
-        scales: of the rows' scales and biases, or of the columns' scales.
-        rotation: of the matrix that rotates outputs back.
-        books: of the books that decode codes.
+        before: bytes of the dense table, in the dtype that it was trained in.
+        after: bytes of all of its tensors in the file.
+        index: bytes of the bitmap of kept rows.
+        scales: bytes of the rows' scales and biases, or of the columns' scales.
+        rotation: bytes of the matrix that rotates outputs back.
+        books: bytes of the books that decode codes.
     """
 
     before: int
@@ -109,19 +109,19 @@ class Table:
     """A table of an artifact.
 
     Args:
-        rows: of the trained table; its ids are ``[0, rows)``.
-        kept: ids whose rows are stored.
-        dim: stored columns.
-        pooling: of the collection that looks it up; ``"none"`` in sequences.
-        dtype: of the stored rows.
-        scale: for 8 and 4 bits, whether each row or each column has a grid.
-        groups: for ``"codes"``, the codes of a row, each for ``dim / groups`` columns; otherwise
-            None.
+        rows: the number of rows of the trained table; its ids are ``[0, rows)``.
+        kept: the number of ids whose rows are stored.
+        dim: the number of stored columns.
+        pooling: the pooling of the collection that looks it up; ``"none"`` in sequences.
+        dtype: how its rows are stored.
+        scale: whether each row or each column has a grid, for 8 and 4 bits.
+        groups: the number of codes of a row, each for ``dim / groups`` columns; None unless
+            ``dtype`` is ``"codes"``.
         default_row: whether removed ids share a row, stored behind the kept ones.
         turned: columns of its outputs, if they are rotated back from ``dim`` columns; otherwise
             None.
         before: bytes of the dense table, in the dtype that it was trained in.
-        checksums: of each of its tensors, named as in :meth:`layout`. Rows have
+        checksums: the checksum of each of its tensors, named as in :meth:`layout`. Rows have
             :func:`~dist_sparse.serving.artifact.sum_of_rows`, other tensors a CRC32.
     """
 
@@ -195,10 +195,10 @@ class Manifest:
 
     Args:
         dist_sparse: version of the package that wrote it.
-        dtype: of all tables; with ``"codes"``, tables without codes have another one.
-        collections: sorted by path.
-        tables: by name.
-        bytes: of ``tables.safetensors``.
+        dtype: the dtype of all tables. If it is ``"codes"``, tables without codes have another one.
+        collections: the collections, sorted by path.
+        tables: the tables, by name.
+        bytes: the size of ``tables.safetensors``.
     """
 
     dist_sparse: str
@@ -241,7 +241,7 @@ class Manifest:
 
 
 def _sealed(form: str, version: int, fields: dict[str, Any]) -> str:
-    # Under the fixed name of the file: a name from a manifest is never used as a path.
+    # The key is the fixed name of the file: no name from a manifest is ever used as a path.
     files = {TABLES: {"bytes": fields.pop("bytes")}}
     return sealed({"format": form, "version": version, **fields, "files": files})
 
@@ -341,9 +341,9 @@ class TableDelta:
 
     Args:
         after: the table after the delta.
-        rows: in the delta: changed rows, and rows of added ids.
-        came: added ids.
-        gone: removed ids.
+        rows: the number of rows in the delta: changed rows, and rows of added ids.
+        came: the number of added ids.
+        gone: the number of removed ids.
         whole: names of the changed tensors that are no rows, such as ``scales``.
         checksums: CRC32s of the delta's tensors, named as in :meth:`layout`.
     """
@@ -379,8 +379,8 @@ class Delta:
         base: hash of the artifact that begins the chain.
         previous: hash of the artifact that the delta follows: the base with all deltas before it.
         artifact: the manifest of the artifact after the delta.
-        tables: by name.
-        bytes: of ``tables.safetensors``.
+        tables: the tables, by name.
+        bytes: the size of ``tables.safetensors``.
     """
 
     base: str
@@ -392,9 +392,9 @@ class Delta:
     def to_text(self) -> str:
         """Return the text of ``manifest.json``, which ends with the CRC32 of the text without
         it."""
-        # As text, whose hash the next delta names.
+        # The artifact is stored as text, whose hash the next delta names.
         fields = {**asdict(self), "artifact": self.artifact.to_text()}
-        # It is in the artifact's manifest already.
+        # The artifact's manifest has this entry already.
         for table in fields["tables"].values():
             del table["after"]
         return _sealed(_DELTA_FORMAT, _DELTA_VERSION, fields)
@@ -438,17 +438,15 @@ def refuse_changed(before: Manifest, after: Manifest) -> None:
     """
     if before.collections != after.collections or list(before.tables) != list(after.tables):
         raise ValueError(
-            "a delta is of the same tables and lookups as the artifact that it follows:"
-            " export a new base"
+            "a delta can't change which tables and lookups there are: export a new base"
         )
     for name, table in after.tables.items():
         was, now = vars(before.tables[name]), vars(table)
         for key in now.keys() - {"kept", "checksums", "before"}:
             if now[key] != was[key]:
                 raise ValueError(
-                    f"table {name!r} has {key}={now[key]!r}, and had {was[key]!r} in the"
-                    " artifact that the delta follows: a delta changes rows alone; export a new"
-                    " base"
+                    f"table {name!r} has {key}={now[key]!r}, and had {was[key]!r} in the artifact"
+                    " before: a delta can change only rows; export a new base"
                 )
 
 

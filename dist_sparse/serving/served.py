@@ -30,6 +30,7 @@ from dist_sparse.serving.artifact import (
     Folders,
     Opened,
     StrPath,
+    absolute_path,
     all_kept,
     folders_of,
     open_artifact,
@@ -57,8 +58,8 @@ class ServedLookup(nn.Module):
     """Find the rows of ids and read them: base class of the modules that are exported.
 
     Args:
-        tables: by name.
-        collection: of the manifest.
+        tables: the tables, by name.
+        collection: the manifest's entry of the collection.
         fbgemm: whether lookups use FBGEMM's operator if it supports the tables.
         unknown: how ids out of range are served: see :func:`load_served`. An exported graph does
             not count them.
@@ -72,15 +73,15 @@ class ServedLookup(nn.Module):
         self._names = list(collection.looked_up)
         self.dims = [tables[name].entry.columns for name in self._names]
         self.index = self._build_index(tables)
-        self.rows = self._build_row_lookup(tables)
-        rows = {name: table.entry.rows for name, table in tables.items()}
-        self.unknown_lookups = UnknownLookups(rows, self._names)
+        self.row_lookup = self._build_row_lookup(tables)
+        num_ids = {name: table.entry.rows for name, table in tables.items()}
+        self.unknown_lookups = UnknownLookups(num_ids, self._names)
         self._set_tables(tables)
 
     def _set_tables(self, tables: StoredTables) -> None:
         """Remember what :meth:`tables` can't read back from the modules."""
-        # self.rows and self.index have copied rows and indexes. A reference to the originals would
-        # keep them in memory a second time, so an index of no rows takes their place.
+        # self.row_lookup and self.index have copied rows and indexes. A reference to the originals
+        # would keep them in memory a second time, so an index of no rows takes their place.
         no_index = RowIndex(all_kept(0), 0)
         self._tables = {
             name: replace(table, rows={}, index=no_index) for name, table in tables.items()
@@ -89,7 +90,7 @@ class ServedLookup(nn.Module):
     def _build_index(self, tables: StoredTables) -> RowIndexes:
         names = list(tables)
         return RowIndexes(
-            # Without removed rows, ids are rows.
+            # If no row was removed, ids are rows.
             [
                 table.index if table.entry.kept < table.entry.rows else None
                 for table in tables.values()
@@ -111,8 +112,9 @@ class ServedLookup(nn.Module):
         tables = {}
         for number, (name, table) in enumerate(self._tables.items()):
             entry = table.entry
-            # Behind the stored rows is room for rows that deltas add.
-            rows = {key: part[: entry.stored] for key, part in self.rows.stored(name).items()}
+            # Spare capacity follows the stored rows.
+            stored = self.row_lookup.stored(name)
+            rows = {key: part[: entry.stored] for key, part in stored.items()}
             index = indexes.get(number)
             if index is None:
                 index = RowIndex(all_kept(entry.rows), entry.rows, entry.default_row)
@@ -120,8 +122,8 @@ class ServedLookup(nn.Module):
         return tables
 
     def copy_to_cpu(self) -> ServedLookup:
-        """Return a lookup of the same tables, without room for deltas, on the CPU."""
-        tables = {name: replace(table, room=0) for name, table in self.tables().items()}
+        """Return a lookup of the same tables, without spare capacity, on the CPU."""
+        tables = {name: replace(table, spare_capacity=0) for name, table in self.tables().items()}
         return type(self)(tables, self._collection, self._fbgemm, self.unknown).cpu()
 
     def prepare_update(self, delta: Opened[Delta]) -> Callable[[], None]:
@@ -140,23 +142,26 @@ class ServedLookup(nn.Module):
         for name, table in before.items():
             change = delta.manifest.tables[name]
             tensors = delta.tensors(name)
-            # Cloned: a view would keep the file mapped.
+            # Clone them: a view would keep the file mapped.
             replaced = {key: tensors[key].clone() for key in change.whole}
             # A manifest has one pooling per table, and another collection may pool it differently.
             entry = replace(change.after, pooling=table.entry.pooling)
             index = index_after(delta, name, table.index)
-            room = table.places
-            if entry.stored > room:
+            spare = table.capacity - entry.stored
+            is_full = spare < 0
+            if is_full:
                 # A quarter more than needed, so that the next deltas fit.
-                room = entry.stored + entry.stored // 4
+                spare = entry.stored // 4
             # Rows are moved in place if they fit. Books, scales and rotations are copied into the
             # lookup when it is built.
-            rebuilds |= room > table.places or bool(replaced)
+            rebuilds |= is_full or bool(replaced)
             whole = {**table.whole, **replaced}
-            after[name] = replace(table, entry=entry, whole=whole, index=index, room=room)
+            after[name] = replace(
+                table, entry=entry, whole=whole, index=index, spare_capacity=spare
+            )
         device = self.index.words.device
         new_index = self._build_index(after).to(device)
-        new_lookup = self._build_row_lookup(after).to(device) if rebuilds else self.rows
+        new_lookup = self._build_row_lookup(after).to(device) if rebuilds else self.row_lookup
 
         def apply_update() -> None:
             # A new lookup was filled with the old rows, in the order of before[name].index too.
@@ -164,7 +169,7 @@ class ServedLookup(nn.Module):
                 rows = new_lookup.stored(name)
                 move_rows(rows, before[name].index, table.index, delta.tensors(name))
             self._set_tables(after)
-            self.index, self.rows = new_index, new_lookup
+            self.index, self.row_lookup = new_index, new_lookup
 
         return apply_update
 
@@ -194,8 +199,9 @@ class ServedLookup(nn.Module):
         if self.unknown == "id0":
             # Id 0 may be removed itself, so its row is looked up like any other.
             rows = self.index(torch.where(rows == UNKNOWN, 0, ids), counts)
-        found: Tensor = self.rows(JaggedRows(rows.clamp(min=REMOVED), offsets, counts, weights))
-        return found
+        batch = JaggedRows(rows.clamp(min=REMOVED), offsets, counts, weights)
+        pooled: Tensor = self.row_lookup(batch)
+        return pooled
 
     def _count_unknown(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
         """Count the ids out of range, and with ``unknown="raise"`` raise a ValueError."""
@@ -267,7 +273,7 @@ class EmbeddingBagLookup(ServedLookup):
         if ids.dim() == 2:
             # A bag in each row.
             bags, size = ids.size()
-            # With include_last_offset there is one more offset: the end of the last bag.
+            # include_last_offset adds one more offset: the end of the last bag.
             lengths = torch.arange(bags + self._collection.include_last_offset) * size
             ids = ids.reshape(-1)
             if weights is not None:
@@ -311,9 +317,9 @@ class Served(nn.Module):
     """A collection of an artifact: looks its tables up, as the module that was exported did.
 
     Args:
-        manifest: of the artifact.
-        collection: of its collections.
-        lookup: of its tables.
+        manifest: the manifest of the artifact.
+        collection: the manifest's entry of the collection.
+        lookup: the lookup of its tables.
 
     Attributes:
         lookup: the module that is called and exported; tensors in, a tensor out.
@@ -338,8 +344,8 @@ class Served(nn.Module):
         A lookup sees all of a delta or nothing: the update waits for running lookups, and new
         lookups wait until rows are moved and written in place. Peak memory is the delta's changed
         rows, a new index (half a byte per original id, and one byte while bits are counted), and
-        65,536 rows. A table is loaded with room for a sixteenth more rows. If it outgrows its room,
-        or books, scales or a rotation change, its rows are copied once, with room for a quarter
+        65,536 rows. A table is loaded with capacity for a sixteenth more rows. If it outgrows that,
+        or books, scales or a rotation change, its rows are copied once, with capacity for a quarter
         more. A refused delta changes nothing.
 
         Modules that :meth:`to_pt2`, :meth:`to_fbgemm` and :meth:`to_torchrec` have returned are not
@@ -353,15 +359,16 @@ class Served(nn.Module):
             self.
 
         Raises:
-            ValueError: the folder is no delta, is damaged, out of order, or of another base (names
-                it).
+            ValueError: ``delta`` is no path; the folder is no delta, is damaged, out of order, or
+                of another base (names it).
             OSError: a file can't be read.
         """
         if callable(delta):
             # torch.nn.Module.apply(), which calls a function with each module.
             return super().apply(delta)
         with self._gate.updating:
-            opened = open_next(delta, self._manifest, self._base_hash)
+            folder = absolute_path("delta", delta)
+            opened = open_next(folder, self._manifest, self._base_hash)
             apply_update = self.lookup.prepare_update(opened)
             with self._gate.update():
                 apply_update()
@@ -376,8 +383,9 @@ class Served(nn.Module):
         Args:
             ids: a KeyedJaggedTensor (of a collection), or a tensor, int32 or int64: its values in
                 the order of :attr:`features`, or what the torch module took.
-            lengths: of collections, int32 or int64 ``(features * batch,)``; of an ``EmbeddingBag``
-                its offsets, or None for ids ``(bags, ids of each)``; of an ``Embedding`` None.
+            lengths: for a collection, int32 or int64 ``(features * batch,)``; for an
+                ``EmbeddingBag`` its offsets, or None with ids ``(bags, ids of each)``; for an
+                ``Embedding`` None.
             weights: a factor for each id, in the shape of ``ids``.
 
         Returns:
@@ -402,9 +410,9 @@ class Served(nn.Module):
             values, lengths, weights = port.unpack_ids(
                 ids, self.features, self._collection.weighted
             )
-            found = self.lookup(values, lengths, weights)
+            out = self.lookup(values, lengths, weights)
             is_pooled = self._collection.kind == "bag"
-            return port.pack_outputs(found, lengths, self.outputs, self.dims, is_pooled)
+            return port.pack_outputs(out, lengths, self.outputs, self.dims, is_pooled)
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -424,8 +432,8 @@ class Served(nn.Module):
         """
         if self.lookup.unknown == "raise":
             raise ValueError(
-                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which"
-                " names the id. Load the artifact with unknown='zero' or unknown='id0'."
+                "Invalid unknown='raise': a saved lookup can't raise; load the artifact with 'zero'"
+                " or 'id0'."
             )
         any_size = {0: torch.export.Dim.DYNAMIC}
         # Two ids for each feature: torch.export may specialize on an example of size 0 or 1.
@@ -503,7 +511,7 @@ def load_served(
     """Load an artifact that :func:`dist_sparse.export` wrote.
 
     Args:
-        path: the folder; or a list of the folder and the deltas after it, in order.
+        path: the folder; or an iterable of the folder and the deltas after it, in order.
         fbgemm: whether lookups use FBGEMM's operator if it is installed. Otherwise they are pure
             torch.
         unknown: how an id out of the range of its table is served, such as an id that is newer than
@@ -544,6 +552,8 @@ def load_served(
     choice("unknown", unknown, get_args(UnknownIds))
     fbgemm = fbgemm and kernels.available()
     folders = folders_of("path", path)
+    if not folders:
+        raise ValueError(f"Invalid path={path!r}: must name the folder of an artifact first.")
     artifact: Opened[Manifest] = open_artifact(folders[0])
     collections = {}
     for collection in artifact.manifest.collections:
@@ -555,7 +565,8 @@ def load_served(
             served.apply(delta)
     if by_path or len(collections) != 1:
         return collections
-    return collections.popitem()[1]
+    [only] = collections.values()
+    return only
 
 
 def _load_tables(artifact: Opened[Manifest], collection: Collection) -> dict[str, StoredTable]:
@@ -567,11 +578,11 @@ def _load_tables(artifact: Opened[Manifest], collection: Collection) -> dict[str
         if collection.kind in ("sequence", "embedding"):
             # The manifest may have the pooling of another collection with the same table.
             entry = replace(entry, pooling="none")
-        # Deltas may add rows: a sixteenth more fit, but no more than there are ids.
-        room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
-        # Cloned, as a view would keep the file mapped. Rows are copied by the lookup.
+        # Deltas may add rows: leave capacity for a sixteenth more, but not for more than all ids.
+        spare = min(entry.stored // 16, entry.rows - entry.kept)
+        # Clone them: a view would keep the file mapped. The lookup copies the rows.
         whole = {key: part.clone() for key, part in table.whole.items()}
-        tables[name] = StoredTable(entry, table.base_rows, whole, table.index, room)
+        tables[name] = StoredTable(entry, table.base_rows, whole, table.index, spare)
     return tables
 
 
@@ -595,7 +606,7 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        # Held for a moment by each lookup that begins, and by an update until its end.
+        # Each lookup holds it for a moment when it begins; an update holds it until its end.
         self._entrance = threading.Lock()
         # Guards the number of running lookups, and signals its changes.
         self._condition = threading.Condition()

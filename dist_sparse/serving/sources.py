@@ -42,8 +42,9 @@ class Lookup:
     """How a model looks a table up.
 
     Args:
-        index: from ids of the original table to rows; of all rows, if the table is not compact.
-        pooling: of the last module that looks it up.
+        index: finds the rows of ids of the original table; it has all rows if the table is not
+            compact.
+        pooling: the pooling of the last module that looks it up.
         slots: where the rows of the index are stored, int64 ``(n,)``; None if they are in the order
             of their ids.
         rotation: the matrix that rotates its outputs back, float32 ``(columns, columns of the
@@ -95,18 +96,16 @@ def model_lookups(
         else:
             collection = _collection_of(lookups, site, names)
         collections.append(collection)
-        # By the key of an output; a torch module has one output, under the key None.
+        # Maps the key of an output to its basis. A torch module has one output, with the key None.
         bases = bases_of_outputs(site.module)
         keys = collection.outputs or (None,)
         for key, table in zip(keys, collection.looked_up, strict=True):
             if key in bases:
                 rotation = bases[key].T.float().cpu().contiguous()
                 if not rotation.isfinite().all():
-                    raise ValueError(
-                        f"Table {table!r}: the matrix that turns its outputs back is not finite."
-                    )
+                    raise ValueError(f"Table {table!r}: its rotation matrix is not finite.")
                 lookups[table].rotation = rotation
-    # Sorted, so that the files do not depend on the order of the modules.
+    # Sort them, so that the files do not depend on the order of the modules.
     return sorted(collections, key=lambda collection: collection.path), lookups
 
 
@@ -130,7 +129,7 @@ def _collection_of(
     # A compact collection computes means from sums, so `inner` pools by sums. `whole` has the
     # pooling that the outputs have.
     whole = site.whole
-    # Outputs with need_indices return the ids in the place of weights.
+    # With need_indices, outputs have the ids where others have the weights.
     if inner.needs_indices:
         raise ValueError(
             f"Collection {site.place!r} has need_indices=True, which serving does not support."
@@ -140,8 +139,8 @@ def _collection_of(
         name = names[table.name]
         if whole.weighted and table.pooling == "mean":
             raise ValueError(
-                f"Table {name!r} has weighted means, which TorchRec divides differently in"
-                " different shardings: they can't be served; weighted sums can."
+                f"Table {name!r} has weighted means, which depend on TorchRec's sharding: only"
+                " weighted sums can be served."
             )
         lookups[name].pooling = table.pooling
         features += [Feature(name=feature, table=name) for feature in table.features]
@@ -165,9 +164,9 @@ class ServedTable:
         stored: which of its rows are served: bool ``(data.shape[0],)``.
         kept: which ids have a served row: bool ``(original rows,)``. A compact table has more ids
             than rows.
-        books: of the codes.
-        changed: for a delta, which rows may have changed: bool ``(data.shape[0],)``, or a single
-            True for all.
+        books: the books that decode its codes.
+        changed: which rows may have changed since the artifact that a delta follows: bool
+            ``(data.shape[0],)``, or a single True for all.
     """
 
     data: ShardedData
@@ -186,7 +185,7 @@ class ServedTable:
     def planned(self, dtype: Dtype, scale: Scale) -> Table:
         """Return the manifest's entry of the table, without checksums."""
         rows, dim, groups = len(self.kept), self.data.shape[1], None
-        # Of the original table: a table may have lost all of its rows, and is served as zeros.
+        # Only the original table must have rows: one that has lost all of them serves zeros.
         if 0 in (rows, dim):
             raise ValueError(f"Table {self.data.name!r} has no weights to look up.")
         if self.books is not None:
@@ -194,7 +193,7 @@ class ServedTable:
             scale = "row"
             groups = self.rows.shape[1]
         elif dtype == "codes":
-            # This table has no codes, others have.
+            # Other tables have codes, this one has none.
             dtype = "fp32"
         return Table(
             rows=rows,
@@ -240,7 +239,7 @@ class ServedTable:
                 yield part[chunk]
 
 
-# By name.
+# The tables of an artifact, by name.
 ServedTables = Mapping[str, ServedTable]
 
 
@@ -288,7 +287,7 @@ def registered_tables(
         if not is_same:
             raise ValueError(
                 f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}, or is"
-                " another tensor: export the model that was sparsified, with all of its tables."
+                " another tensor: export the whole model that was sparsified."
             )
     return registered
 
@@ -306,7 +305,7 @@ def served_tables(
     """Return the tables that are served, by name. Collective.
 
     Args:
-        registered: from :func:`registered_tables`.
+        registered: what :func:`registered_tables` returned.
     """
     # A reshard since the last mask update has moved the shards, and not the masks.
     sparsifier.masks.tables.reshard(registered)
@@ -351,8 +350,8 @@ def refuse_range(name: str, weights: Tensor, dtype: str) -> None:
         # `value > largest` would be false for NaN.
         if not abs(value) <= largest:
             raise ValueError(
-                f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must"
-                f" have finite ones of at most {largest:g}."
+                f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and"
+                f" the largest is {largest:g}."
             )
 
 
@@ -371,9 +370,8 @@ def check_zero(
             if revived[name]:
                 raise ValueError(
                     f"Table {name!r} has {count(revived[name])} removed weights that are not zero:"
-                    " an optimizer has revived them without an enforcer, or masks were never"
-                    " applied. sparsifier.apply_masks() zeroes sharded tables, squash_mask() plain"
-                    " data."
+                    " call sparsifier.apply_masks() before export(), or for plain data"
+                    " squash_mask()."
                 )
 
 
@@ -387,7 +385,7 @@ class _Note(NamedTuple):
 
     Args:
         artifact: the hash of its manifest.
-        kept: by table, bool ``(rows,)``.
+        kept: which ids of each table have a row, bool ``(rows,)``.
     """
 
     artifact: str
@@ -410,11 +408,11 @@ def with_changes(
     note = _NOTES.get(sparsifier, {}).get(before)
     if note is None:
         return tables
-    found = dict(tables)
+    marked = dict(tables)
     # Records are by row. A rotation changes all rows, and rows of a compact table are not ids.
     plain = {name for name, table in tables.items() if table.lookup.is_plain}
     flags = partial(_flag_written, _records(sparsifier))
-    # By process group, in the same order on every rank: gather_rows() is collective.
+    # Ranks take the process groups in the same order, because gather_rows() is collective.
     for names in sparsifier.masks.tables.groups.values():
         recorded = [registered[name] for name in names if name in plain]
         if not recorded:
@@ -423,8 +421,8 @@ def with_changes(
             # A row that was removed then may be kept now, without having been written.
             rows |= ~note.kept[name]
             if not bool(rows.all()):
-                found[name] = replace(tables[name], changed=rows)
-    return found
+                marked[name] = replace(tables[name], changed=rows)
+    return marked
 
 
 def refuse_replaced(
@@ -464,7 +462,7 @@ def _flag_written(records: Mapping[int, Written], data: ShardedData, rect: Rect)
     """Return which rows of a shard may have been written: bool ``(rect.rows,)``."""
     record = records.get(dict(data.shards)[rect].data_ptr())
     rows = None if record is None else record.rows()
-    # None: any row may have been written.
+    # If rows is None, any row may have been written.
     flags = torch.full((rect.rows,), rows is None)
     if rows is not None:
         flags[rows] = True

@@ -34,7 +34,7 @@ from dist_sparse.torchrec.port import compact_refusal
 
 # The id that holds each slot
 
-# Instead of an id: no id holds the slot, and it is reserved for none.
+# Marks a slot that no id holds, and that is reserved for none.
 VACANT = -1
 
 # Tables of at most this many ids count each id. The reservation of the largest id, -2 - id, is then
@@ -114,7 +114,7 @@ class SlotIndex(nn.Module):
         state = torch.full((slots,), VACANT, dtype=dtype)
         state[: len(ids)] = torch.as_tensor(ids)
         self.register_buffer("id_of_slot", state)
-        # With all slots held, a bucket has between half a slot and one on average.
+        # If all slots are held, a bucket has between half a slot and one on average.
         self._bits = max(1, (slots - 1).bit_length())
         self._buckets: _Buckets | None = None
 
@@ -142,14 +142,14 @@ class SlotIndex(nn.Module):
         """
         state, _, starts, slots, longest = self._current_buckets()
         flat = ids.reshape(-1).long()
-        # Clamped before the cast: an id out of range, cut to int32, could equal another id.
+        # Clamp before the cast: an id out of range, cut to int32, could equal another id.
         inside = flat.clamp(0, self.rows - 1)
         wanted = inside.to(state.dtype)
         place = starts.index_select(0, self._bucket(inside))
         found = slots.index_select(0, place)
         # Every lookup compares as many places as the fullest bucket has. Reading into the next
-        # bucket or the padding is harmless: a slot counts only if this id holds it, and one at most
-        # does.
+        # bucket or the padding is harmless: a slot counts only if this id holds it, and an id holds
+        # at most one.
         for _ in range(1, longest):
             place = place + 1
             slot = slots.index_select(0, place)
@@ -192,7 +192,7 @@ class SlotIndex(nn.Module):
         """Return the hash table of the current state, rebuilt if the state has changed."""
         state = self.id_of_slot
         buckets = self._buckets
-        # A load writes into the tensor, moving the module replaces it.
+        # A load writes into the tensor, and moving the module replaces it.
         if not buckets or buckets.state is not state or buckets.version != state._version:
             [slots] = (state >= 0).nonzero(as_tuple=True)
             bucket = self._bucket(state[slots].long())
@@ -210,6 +210,23 @@ class SlotIndex(nn.Module):
 _MOST_COPIED = 1 << 22
 
 
+class LookupStats(NamedTuple):
+    """Training lookups of a table since an update, by what they found.
+
+    Args:
+        lookups: all lookups.
+        missed: lookups of ids without a slot.
+        unseen: the part of ``missed`` whose ids were never looked up before. Only the owner of an
+            id knows this, so it adds the number.
+        out_of_range: lookups of ids outside ``[0, rows)``.
+    """
+
+    lookups: int = 0
+    missed: int = 0
+    unseen: int = 0
+    out_of_range: int = 0
+
+
 class FollowingIds(CompactIds):
     """Translate a KeyedJaggedTensor of ids into one of slots, without the ids that have no slot.
 
@@ -220,32 +237,30 @@ class FollowingIds(CompactIds):
         collection: the collection that these ids are looked up in.
 
     Attributes:
-        fates: by table, int64 ``(4,)``: training lookups on this rank since the last update, once
-            :meth:`count_batches` was called. All lookups; lookups of ids without a slot; the part
-            of these whose id was never looked up before, which the owner of the id adds; lookups of
-            ids out of range.
-        ahead: training batches that are translated and not looked up yet.
+        lookup_stats: the :class:`LookupStats` of each table, int64 ``(4,)``: training lookups on
+            this rank since the last update, as of the last :meth:`count_batches`.
+        ahead: the number of training batches that are translated and not looked up yet.
     """
 
     def __init__(self, tables: Sequence[Any], indexes: Mapping[str, Any], collection: Any) -> None:
         super().__init__(tables, indexes, collection)
-        self.fates = {name: torch.zeros(4, dtype=torch.int64) for name in indexes}
+        self.lookup_stats = {name: torch.tensor(LookupStats()) for name in indexes}
         # Ids of training batches, and how many each feature has. A step only copies them; counting
         # waits for an update.
         self._batches: list[tuple[Tensor, list[int]]] = []
         self._num_copied = 0
         # Distinct ids of earlier batches, and how often each was looked up.
         self._counted: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in indexes}
-        # By batch, which of its ids had a slot when it was translated. Weak, because a batch that a
-        # pipeline drops is never looked up.
+        # Maps a batch to flags: which of its ids had a slot when it was translated. Keys are weak,
+        # because a batch that a pipeline drops is never looked up.
         self._kept: Any = WeakIdKeyDictionary()
         self.ahead = 0
 
     @property
     def slots(self) -> dict[str, SlotIndex]:
         """The index of each table that follows its traffic."""
-        found: dict[str, Any] = dict(self.indexes.items())
-        return found
+        slots: dict[str, Any] = dict(self.indexes.items())
+        return slots
 
     def record_lookup(self, features: object) -> None:
         """Record that the collection looks up a batch."""
@@ -266,23 +281,23 @@ class FollowingIds(CompactIds):
         Raises:
             ValueError: a table has more ids than a bitmap can have.
         """
-        found = {}
+        bitmaps = {}
         for name, index in self.slots.items():
             if index.hashed:
                 raise ValueError(
-                    f"Table {name!r} has {index.rows} ids: the bitmap of kept ids, which compact"
-                    f" tables and artifacts have, is of at most {MOST_COUNTED}."
+                    f"Table {name!r} has {index.rows} ids; compact tables and artifacts can have at"
+                    f" most {MOST_COUNTED}."
                 )
             ids, _ = index.holders()
             kept = torch.zeros(index.rows, dtype=torch.bool, device=ids.device)
-            found[name] = RowIndex.of(kept.index_fill_(0, ids, True))
-        return found
+            bitmaps[name] = RowIndex.of(kept.index_fill_(0, ids, True))
+        return bitmaps
 
     def count_batches(self) -> None:
-        """Count the ids of recorded batches, and the fates of their lookups.
+        """Count the ids of recorded batches, and update :attr:`lookup_stats`.
 
-        Call it before ids are admitted: the fates are those of the current index, and the recorded
-        batches were translated before."""
+        Call it before ids are admitted: a lookup counts as missed by the current index, and the
+        recorded batches were translated by that index."""
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
         for values, lengths in self._batches:
             for table, ids in zip(self._tables, torch.split(values, lengths), strict=True):
@@ -308,23 +323,24 @@ class FollowingIds(CompactIds):
         return ids, sums.index_add_(0, places, torch.cat(times))
 
     def _count_distinct(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distinct ids in range, and how often each occurs; add to the fates."""
+        """Return the distinct ids in range, and how often each occurs; update the statistics."""
         index = self.slots[table]
         inside = ids[(ids >= 0) & (ids < index.rows)].to(index.id_of_slot.dtype)
-        found, times = torch.unique(inside, return_counts=True)
-        missed = int(times[index(found) < 0].sum())
-        self.fates[table] += torch.tensor([len(ids), missed, 0, len(ids) - len(inside)])
-        return found.cpu(), times.cpu()
+        distinct, times = torch.unique(inside, return_counts=True)
+        missed = int(times[index(distinct) < 0].sum())
+        stats = LookupStats(len(ids), missed, out_of_range=len(ids) - len(inside))
+        self.lookup_stats[table] += torch.tensor(stats)
+        return distinct.cpu(), times.cpu()
 
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and bool(self.collection[0].training)
 
     def _rows_of(self, table: str, ids: Tensor) -> Tensor:
-        # Never from a map of all ids, as in the base class: each update would rebuild it.
+        # The base class reads a map of all ids, which each update would rebuild.
         if table not in self.indexes:
             return super()._rows_of(table, ids)
-        found: Tensor = self.indexes[table](ids)
-        return found
+        slots: Tensor = self.indexes[table](ids)
+        return slots
 
     def _record_batch(
         self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
@@ -335,7 +351,7 @@ class FollowingIds(CompactIds):
         if not self._trains():
             return
         self.ahead += 1
-        # A copy: the training loop may reuse its buffers.
+        # Copy the ids: the training loop may reuse its buffers.
         self._batches.append((ordered.values().clone(), ordered.length_per_key()))
         self._num_copied += len(kept)
         if self._num_copied > _MOST_COPIED:
@@ -346,7 +362,7 @@ class _Following(IndexedCollection):
     """The common base of both kinds of following collections."""
 
     translation: ClassVar[type[CompactIds]] = FollowingIds
-    # Masks are by row, and a row is a slot, whose holder changes.
+    # A mask belongs to a row, and this row is a slot, whose holder changes.
     refused: ClassVar = "its rows are slots, which FollowingTables gives to other ids"
 
     @property
@@ -397,8 +413,8 @@ def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
     Args:
         model: an EmbeddingBagCollection or EmbeddingCollection on the meta device, whose
             ``num_embeddings`` counts ids; or what :func:`~dist_sparse.compact` returned.
-        rows: for a collection: by table, how many rows to store; other tables keep a row for each
-            id.
+        rows: how many rows to store of each table, for a collection. Tables that are not listed
+            keep a row for each id.
 
     Returns:
         A module that replaces the collection and takes the same ids; its ``inner`` is TorchRec's
@@ -433,12 +449,11 @@ def _follow_collection(module: nn.Module, rows: Mapping[str, int]) -> Any:
     if found is None or found.is_sharded:
         raise ValueError(
             f"Invalid collection of type {type(module).__name__}: must be an"
-            " EmbeddingBagCollection or EmbeddingCollection that is not sharded yet."
+            " EmbeddingBagCollection or EmbeddingCollection that is not sharded."
         )
     if not all(parameter.is_meta for parameter in module.parameters()):
         raise ValueError(
-            "The collection must be on the meta device, device=torch.device('meta'): its tables"
-            " have memory for all ids."
+            "The collection must be on the meta device: its tables have memory for all ids."
         )
     _refuse_unsupported(module, module)
     configs = configs_of(module)
@@ -468,7 +483,7 @@ def _build(configs: list[Any], indexes: Mapping[str, Any], found: Collection) ->
 def _follow_compact(model: nn.Module) -> nn.Module:
     """Replace compact collections by following ones that store the same rows."""
     check_module(model)
-    # By exact class: subclasses are following collections already.
+    # Classes are compared exactly: subclasses are following collections already.
     kinds = (CompactEmbeddingBagCollection, CompactEmbeddingCollection)
     replaced: dict[nn.Module, nn.Module] = {}
     for old in model.modules():
@@ -477,7 +492,7 @@ def _follow_compact(model: nn.Module) -> nn.Module:
     if not replaced:
         raise ValueError(
             f"{type(model).__name__} has no compact collection with removed rows, which compact()"
-            " makes. Of a collection, give rows={table: count}."
+            " makes. For a collection, pass rows={table: count}."
         )
     put(places_of(model, replaced), replaced)
     return replaced.get(model, model)
@@ -493,8 +508,8 @@ def _follow_same_rows(old: Any, model: nn.Module) -> Any:
     indexes = {}
     for name, index in old.table_indexes().items():
         if index.default_row:
-            raise ValueError(f"Table {name!r} has a default row, which is no one's slot.")
-        # Kept rows are stored in the order of their ids: the first slot is that of the first id.
+            raise ValueError(f"Table {name!r} has a default row, which can't be a slot.")
+        # Kept rows are stored in the order of their ids, so the first id holds the first slot.
         ids = index.kept().nonzero().view(-1)
         indexes[name] = SlotIndex(index.rows, stored[name], ids).to(ids.device)
     new = _build(configs_of(old), indexes, found)

@@ -33,13 +33,13 @@ from dist_sparse.tables.chunked import ChunkedTensor
 # Counts saturate here, so that a key, 2 * count + 1, is below :data:`PROTECTED` and fits 33 bits.
 MOST = 1 << 30
 
-# With decay, the weight of a lookup right after a division: counts have 4 fractional bits.
+# The weight of a lookup right after a division, with decay: counts have 4 fractional bits.
 _UNIT = 16
 
 # Counts are divided once a lookup weighs this many times :data:`_UNIT`.
 _GROWTH = 16
 
-# Counts that are processed at a time, 16 MiB: their int64 copies take twice that.
+# How many counts are processed at a time: 16 MiB, and their int64 copies take twice that.
 _SPAN = 1 << 22
 
 
@@ -101,8 +101,8 @@ class LookupCounts:
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
         self.counts = torch.zeros(last - first, dtype=torch.int32)
-        # Places of the ids looked up since the last update. None before the first update and after
-        # a load: then any id may win a slot.
+        # The places of the ids looked up since the last update. It is None before the first update
+        # and after a load: then any id may win a slot.
         self._touched: list[Tensor] | None = None
 
     def add(self, ids: Tensor, times: Tensor, weight: int) -> None:
@@ -111,7 +111,7 @@ class LookupCounts:
         Args:
             ids: distinct owned ids, int ``(n,)``.
             times: lookups of each, int ``(n,)``.
-            weight: of one lookup.
+            weight: the number that one lookup adds to a count.
         """
         places = ids.long() - self.first
         added = times.long().mul_(weight).add_(self.counts[places])
@@ -143,7 +143,7 @@ class LookupCounts:
         """Return the counts for a state: one tensor of all ``ids`` of the table, of which each rank
         writes a part."""
         counts = self.counts
-        # With fewer ids than ranks, the last ranks own none and write nothing.
+        # If there are fewer ids than ranks, the last ranks own none and write nothing.
         if not len(counts):
             return ChunkedTensor((ids,), counts.dtype, [], [])
         start = (self.first,)
@@ -227,7 +227,7 @@ class CandidateCounts:
         """Return the counts for a state: the candidates of all ranks and their counts, int64
         ``(2, ids)``. Collective."""
         both = torch.stack(gather_parts([self.ids, self.counts.long()], group))
-        # Padded to a fixed size: a checkpoint loads in place, into a tensor of the saved shape.
+        # The size is fixed: a checkpoint loads in place, into a tensor of the saved shape.
         return nn.functional.pad(both, (0, ids - both.shape[1]), value=VACANT)
 
     def part(self, table: str, saved: Any) -> list[Tensor]:
@@ -260,12 +260,12 @@ class CandidateCounts:
 def _check_counts(
     owner: LookupCounts | CandidateCounts, table: str, part: Tensor, fits: bool
 ) -> None:
-    """Refuse counts from a state that are not those of the owned ids."""
+    """Refuse counts from a state that do not belong to the owned ids."""
     lacks = f"Table {table!r}: the state has no counts of the ids [{owner.first}, {owner.last})."
     fits = fits and part.dtype == torch.int32
     refuse(
         {
-            f"{lacks} Of other ranks, it must be loaded by torch.distributed.checkpoint.": not fits,
+            f"{lacks} Load a state of other ranks by torch.distributed.checkpoint.": not fits,
             f"Table {table!r}: the state has counts below 0.": (part < 0).any(),
         }
     )
@@ -278,10 +278,10 @@ def exchange(outgoing: Sequence[Sequence[Tensor]], group: Group) -> list[list[Te
     """Send tensors, int64 ``(n,)``, to each rank; return the tensors from each rank. Collective.
 
     Args:
-        outgoing: by receiver; all receivers get equally many tensors, of any lengths.
+        outgoing: the tensors for each rank; all ranks get equally many, of any lengths.
     """
     sizes = torch.tensor([list(map(len, parts)) for parts in outgoing])
-    # Row: sender, column: receiver.
+    # Rows are senders, columns are receivers.
     arriving = group.all_gather(sizes)[:, group.rank].tolist()
     parcels = Parcels(group)
     for receiver, parts in enumerate(outgoing):
@@ -302,7 +302,7 @@ def gather_parts(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
 
 # Selection
 
-# The ranking key of protected ids: above that of any count.
+# The ranking key of protected ids. It is above that of any count.
 PROTECTED = 2 * MOST + 2
 
 # Bits of a key that a round determines. Three rounds determine 33: all keys up to PROTECTED.
@@ -317,7 +317,7 @@ def admission_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Group)
 
     Args:
         slots: number of slots of each table.
-        keys: by table, ranking keys of the owned ids that hold a slot: int64 ``(n,)``.
+        keys: for each table, the ranking keys of the owned ids that hold a slot, int64 ``(n,)``.
     """
     # A rank that owns no holder has no minimum: PROTECTED stands for it.
     padding = torch.tensor([PROTECTED])
@@ -340,8 +340,8 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
 
     Args:
         slots: number of slots of each table, over all ranks.
-        keys: by table, ranking keys of the owned ids that may hold a slot, int64 ``(n,)``, in the
-            order of the ids: the larger key wins, then the smaller id.
+        keys: for each table, the ranking keys of the owned ids that may hold a slot, int64
+            ``(n,)``, in the order of the ids: the larger key wins, then the smaller id.
 
     Example::
 
@@ -361,9 +361,9 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
             for table_keys, bits in zip(keys, prefix, strict=True)
         ]
         counts = group.all_reduce(torch.stack(histograms))
-        # Keys in each bucket or above: descending along the buckets.
+        # How many keys are in each bucket or above it. The numbers descend along the buckets.
         from_here = counts.flip(1).cumsum(1).flip(1)
-        # With fewer ids than slots all win, so the smallest key is the last winning one.
+        # If there are fewer ids than slots, all win, and the smallest key is the last winning one.
         left = torch.minimum(left, from_here[:, 0])
         bucket = ((from_here >= left[:, None]).sum(1) - 1).clamp(min=0)
         above = (from_here - counts).gather(1, bucket[:, None]).squeeze(1)

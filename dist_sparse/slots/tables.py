@@ -27,7 +27,12 @@ from dist_sparse.compaction.moving import Steppers, StoredTables
 from dist_sparse.compaction.tables import draw_rows
 from dist_sparse.groups import Group, world_group
 from dist_sparse.records import SlotChange, SlotUpdate
-from dist_sparse.slots.collections import FollowingCollection, FollowingIds, SlotIndex
+from dist_sparse.slots.collections import (
+    FollowingCollection,
+    FollowingIds,
+    LookupStats,
+    SlotIndex,
+)
 from dist_sparse.slots.selection import (
     PROTECTED,
     CandidateCounts,
@@ -47,15 +52,15 @@ class _Table:
     """A following table. This rank *owns* one range of its ids: it counts their lookups.
 
     Args:
-        name: of the table.
+        name: the name of the table.
         collection: the collection that has the table.
-        bounds: of the uniform distribution of initial weights.
+        bounds: the bounds of the uniform distribution of initial weights.
         starts: the first id that each rank owns and, last, the number of ids.
-        counts: lookups of the ids that this rank owns.
+        counts: how often each id that this rank owns was looked up.
         protected: ids that always hold a slot, ascending, int64.
         candidates: how many ids have a count, over all ranks.
-        totals: lookups of all ranks until the last update, as :attr:`FollowingIds.fates`.
-        new: owned ids first looked up since the last update, int64, in any order.
+        totals: the :class:`LookupStats` of all ranks until the last update, int64 ``(4,)``.
+        new_ids: owned ids first looked up since the last update, int64, in any order.
     """
 
     name: str
@@ -66,7 +71,7 @@ class _Table:
     protected: Tensor
     candidates: int
     totals: Tensor
-    new: Tensor
+    new_ids: Tensor
 
     @property
     def ids(self) -> FollowingIds:
@@ -77,9 +82,9 @@ class _Table:
         return self.ids.slots[self.name]
 
     @property
-    def fates(self) -> Tensor:
-        """:attr:`FollowingIds.fates` of this table."""
-        return self.ids.fates[self.name]
+    def lookup_stats(self) -> Tensor:
+        """The :class:`LookupStats` of this table on this rank, int64 ``(4,)``."""
+        return self.ids.lookup_stats[self.name]
 
     def stored(self, steppers: Steppers) -> StoredTables:
         """Return the shards that this rank stores of the table."""
@@ -100,10 +105,10 @@ class _Table:
         ]
         for number, (rect, weight) in enumerate(stored.located[self.name].shards):
             inside = (slots >= rect.row) & (slots < rect.row_end)
-            places = slots[inside] - rect.row
-            draw_rows(weight, rect, places, ids[inside], seed, self.name, self.bounds)
+            rows = slots[inside] - rect.row
+            draw_rows(weight, rect, rows, ids[inside], seed, self.name, self.bounds)
             for shards, initial in states:
-                shards[number][places.to(weight.device)] = initial
+                shards[number][rows.to(weight.device)] = initial
 
     def owned_holders(self) -> Tensor:
         """Return the owned ids that hold a slot, ascending, int64."""
@@ -122,33 +127,35 @@ class _Table:
 
     def have_slots(self, ids: Tensor) -> Tensor:
         """Return which ids hold slots: bool ``(n,)``, on the CPU."""
-        found: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu() >= 0
-        return found
+        slots: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu()
+        return slots >= 0
 
     def add_lookups(self, arrived: Sequence[tuple[Tensor, Tensor]], weight: int) -> None:
-        """Add lookups of owned ids: from each rank, distinct ids and how often.
+        """Add lookups of owned ids.
 
         Args:
-            weight: of one lookup.
+            arrived: from each rank, distinct ids and how often it has looked them up.
+            weight: the number that one lookup adds to a count.
         """
-        added = [self.new]
+        new_ids = [self.new_ids]
         for ids, times in arrived:
-            # An id stays new until the next update, whether several ranks send it or a summary has
-            # counted it meanwhile. Counts are added below, after all senders were compared.
-            is_new = (self.counts.of(ids.long()) == 0) | torch.isin(ids.long(), self.new)
+            # An id counts as new until the next update, even if several ranks send it or summary()
+            # has already counted it. So counts are added below, after the ids of all ranks were
+            # compared with them.
+            is_new = (self.counts.of(ids.long()) == 0) | torch.isin(ids.long(), self.new_ids)
             is_new &= ~self.have_slots(ids)
-            self.fates[2] += times[is_new].sum()
-            added.append(ids[is_new].long())
-        self.new = torch.cat(added)
+            self.lookup_stats.add_(torch.tensor(LookupStats(unseen=int(times[is_new].sum()))))
+            new_ids.append(ids[is_new].long())
+        self.new_ids = torch.cat(new_ids)
         for ids, times in arrived:
             self.counts.add(ids, times, weight)
 
-    def reset_fates(self) -> None:
+    def reset_stats(self) -> None:
         """Begin the interval after an update."""
-        self.fates.zero_()
-        self.new = self.new[:0]
+        self.lookup_stats.zero_()
+        self.new_ids = self.new_ids[:0]
 
-    def without_slot(self) -> tuple[int, int]:
+    def count_without_slot(self) -> tuple[int, int]:
         """Return how many owned ids were looked up but hold no slot, and how many were never looked
         up."""
         seen = int(self.counts.counts.count_nonzero())
@@ -163,8 +170,8 @@ class _Table:
         """
         owned = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
         ids = torch.unique(torch.cat([self.counts.looked_up(least), self.protected[owned]]))
-        found: Tensor = ids[~self.have_slots(ids)]
-        return found
+        without_slot: Tensor = ids[~self.have_slots(ids)]
+        return without_slot
 
 
 class FollowingTables:
@@ -194,10 +201,11 @@ class FollowingTables:
         admit_after: lookups that an id needs before it gets a slot; with ``decay``, in today's
             weight.
         decay: factor on the weight of earlier lookups at each update, in [0.01, 1].
-        protect_ids: by table, ids that hold a slot from the first update on, whatever is looked up.
+        protect_ids: ids of each table that hold a slot from the first update on, whatever is looked
+            up.
         candidates: ids with a count per slot, for tables with more than 2,147,483,645 ids; 12 bytes
             each, over all ranks.
-        seed: of initial weights.
+        seed: the seed of initial weights.
 
     Attributes:
         steps: calls of :meth:`step`.
@@ -240,12 +248,13 @@ class FollowingTables:
             self._steppers = Steppers(optimizer)
             check_module(model)
             modules = model.modules()
-            collections = [each for each in modules if isinstance(each, FollowingCollection)]
+            collections = [module for module in modules if isinstance(module, FollowingCollection)]
             protect_ids = {} if protect_ids is None else protect_ids
-            message = f"Invalid {protect_ids=}: must be ids by table."
-            checks.refuse({message: not isinstance(protect_ids, Mapping)})
+            # The text names no ids: it is built for valid arguments too.
+            text = f"Invalid protect_ids of type {type(protect_ids).__name__}: must be a dict."
+            checks.refuse({text: not isinstance(protect_ids, Mapping)})
             self._tables = _find_tables(collections, protect_ids, candidates, self._group)
-            # Raises now for tables that write() could not initialize later.
+            # This raises now for tables that write() could not initialize later.
             for table in self._tables:
                 table.stored(self._steppers)
             facts.update(
@@ -279,9 +288,8 @@ class FollowingTables:
             facts["steps"] = self.steps
             if self._admits_at >= 0:
                 raise RuntimeError(
-                    f"Update {self.steps} is due while batches of the update before are in flight:"
-                    f" every={self.every} must be larger than the {ahead} batches that the pipeline"
-                    " is ahead."
+                    f"Step {self.steps} needs an update, but batches of the previous update are"
+                    f" still in flight: use every > {ahead}."
                 )
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
         ahead = int(self._group.all_gather(torch.tensor([ahead])).max())
@@ -302,31 +310,32 @@ class FollowingTables:
         self._record(changes, started)
 
     def _record(self, changes: Sequence[tuple[Tensor, Tensor]], started: float) -> None:
-        """Sum the lookups since the previous update over all ranks. Collective."""
-        found = []
-        sums = self._group.all_reduce(torch.stack([table.fates for table in self._tables]))
+        """Sum the lookup statistics over all ranks, reset them for the next interval, and append
+        the update to the log. Collective."""
+        slot_changes = []
+        sums = self._group.all_reduce(torch.stack([table.lookup_stats for table in self._tables]))
         for table, row, (leaving, coming) in zip(self._tables, sums, changes, strict=True):
-            table.reset_fates()
+            table.reset_stats()
             table.totals.add_(row)
-            lookups, missed, unseen, out_of_range = row.tolist()
-            found.append(
+            stats = LookupStats(*row.tolist())
+            slot_changes.append(
                 SlotChange(
                     name=table.name,
-                    lookups=lookups,
-                    removed=missed - unseen,
-                    unseen=unseen,
-                    out_of_range=out_of_range,
+                    lookups=stats.lookups,
+                    removed=stats.missed - stats.unseen,
+                    unseen=stats.unseen,
+                    out_of_range=stats.out_of_range,
                     came=len(coming),
                     went=len(leaving),
                 )
             )
         if self.updates is not None:
             seconds = time.perf_counter() - started
-            self.updates.append(SlotUpdate(seconds=seconds, tables=tuple(found)))
+            self.updates.append(SlotUpdate(seconds=seconds, tables=tuple(slot_changes)))
 
     def _exchange_lookups(self) -> None:
         """Send the recorded lookups to the ranks that own the ids. Collective."""
-        # For each owner: ids and times of the first table, of the second, and so on.
+        # Each owner gets the ids and times of the first table, then of the second, and so on.
         outgoing: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         for table in self._tables:
             ids, times = table.ids.take_counts(table.name)
@@ -362,13 +371,13 @@ class FollowingTables:
             slots.append(table.index.stored)
             holders.append(ids)
             keys.append(table.ranking_keys(ids, True))
-        # Without this bound, every id that was looked up would take part in the selection.
+        # Newcomers below this bound can't win. Leaving them out keeps the selection small.
         bounds = admission_counts(slots, keys, self._group)
-        admitted = self.admit_after * self._weight.now
+        min_count = self.admit_after * self._weight.now
         contests = []
         for table, ids, bound in zip(self._tables, holders, bounds, strict=True):
             # select_winners() needs ascending ids; holders come first before the sort.
-            both, order = torch.cat([ids, table.newcomers(max(admitted, bound))]).sort()
+            both, order = torch.cat([ids, table.newcomers(max(min_count, bound))]).sort()
             holds = order < len(ids)
             contests.append((both, holds, table.ranking_keys(both, holds)))
         won = select_winners(slots, [keys for *_, keys in contests], self._group)
@@ -382,7 +391,7 @@ class FollowingTables:
         """Write the reserved rows, and let their ids be found. Local."""
         self._admits_at = -1
         for table in self._tables:
-            # Lookups before now found no slot: their fates must not be those of the new index.
+            # Lookups before now found no slot, so they are counted before the index has the ids.
             table.ids.count_batches()
             ids, slots = table.index.admit()
             table.write(ids.cpu(), slots.cpu(), self._steppers, self.seed)
@@ -434,29 +443,32 @@ class FollowingTables:
         for table, loaded in zip(self._tables, counts, strict=True):
             # Lookups that were recorded before belong to the state that is replaced.
             table.ids.take_counts(table.name)
-            table.reset_fates()
+            table.reset_stats()
             table.counts.load(*loaded)
 
     def summary(self) -> str:
-        """Return a text table of the slots, the ids without one, and the fates of the training
+        """Return a text table of the slots, the ids without one, and the outcomes of the training
         lookups on all ranks. Collective."""
         self._exchange_lookups()
         here = [
-            torch.cat([torch.tensor(table.without_slot()), table.fates]) for table in self._tables
+            torch.cat([torch.tensor(table.count_without_slot()), table.lookup_stats])
+            for table in self._tables
         ]
         sums = self._group.all_reduce(torch.stack(here))
-        # Narrow heads and short numbers: a table is one line of 80 columns.
+        # Heads are narrow and numbers short, so that a table fits on a line of 80 columns.
         head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "moved"]
         head += ["lookups", "missed", "of new ids", "out of range"]
         lines = []
         for table, row in zip(self._tables, sums, strict=True):
             index = table.index
             waiting, never = row[:2].tolist()
-            lookups, missed, unseen, out = (row[2:] + table.totals).tolist()
+            stats = LookupStats(*(row[2:] + table.totals).tolist())
             cells = [index.rows, index.stored, index.num_kept, waiting, never]
-            cells += [self.moved[table.name], lookups]
-            shares = [percent(part / max(lookups, 1)) for part in (missed - unseen, unseen)]
-            lines.append((table.name, *map(_short_number, cells), *shares, _short_number(out)))
+            cells += [self.moved[table.name], stats.lookups]
+            missed = (stats.missed - stats.unseen, stats.unseen)
+            shares = [percent(part / max(stats.lookups, 1)) for part in missed]
+            out = _short_number(stats.out_of_range)
+            lines.append((table.name, *map(_short_number, cells), *shares, out))
         return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 11)))])
 
     def __repr__(self) -> str:
@@ -478,15 +490,16 @@ def _find_tables(
     group: Group,
 ) -> list[_Table]:
     """Return the following tables of collections."""
-    found: dict[str, _Table] = {}
+    tables: dict[str, _Table] = {}
     for collection in collections:
         inner = collection_of(collection.inner)
         for name, index in collection.following_ids.slots.items():
             checks.refuse(
                 {
-                    "The collection is not sharded yet: put the model under"
-                    " DistributedModelParallel first.": not inner.is_sharded,
-                    f"Two following tables have the name {name!r}.": name in found,
+                    "The collection is not sharded: use DistributedModelParallel first.": (
+                        not inner.is_sharded
+                    ),
+                    f"Two following tables have the name {name!r}.": name in tables,
                 }
             )
             block = -(-index.rows // group.size)
@@ -496,7 +509,7 @@ def _find_tables(
             if index.hashed:
                 counts = CandidateCounts
                 most = candidates * index.stored
-            found[name] = _Table(
+            tables[name] = _Table(
                 name=name,
                 collection=collection,
                 bounds=initial_bounds(collection, name),
@@ -504,34 +517,34 @@ def _find_tables(
                 counts=counts(starts[group.rank], starts[group.rank + 1]),
                 protected=_protected_ids(name, index, protect_ids.get(name, ())),
                 candidates=most,
-                totals=torch.zeros(4, dtype=torch.int64),
-                new=torch.zeros(0, dtype=torch.int64),
+                totals=torch.tensor(LookupStats()),
+                new_ids=torch.zeros(0, dtype=torch.int64),
             )
-    unknown = sorted(set(protect_ids) - set(found))
+    unknown = sorted(set(protect_ids) - set(tables))
     checks.refuse(
         {
-            "The model has no following tables: following() makes them.": not found,
-            f"Invalid protect_ids: {unknown} are none of the tables {sorted(found)}.": unknown,
+            "The model has no following tables: following() makes them.": not tables,
+            f"Invalid protect_ids: {unknown} are none of the tables {sorted(tables)}.": unknown,
         }
     )
-    return list(found.values())
+    return list(tables.values())
 
 
 def _protected_ids(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
     """Return protected ids: distinct, ascending, int64.
 
     Raises:
-        ValueError: they are no ids of the table, or more than it has slots.
+        ValueError: an id is not in the table, or there are more ids than slots.
     """
     given = torch.as_tensor(ids)
-    found: Tensor = torch.unique(given.long())
-    fits = (given == given.long()).all() & (found >= 0).all() & (found < index.rows).all()
-    if len(found) > index.stored or not fits:
+    distinct: Tensor = torch.unique(given.long())
+    fits = (given == given.long()).all() & (distinct >= 0).all() & (distinct < index.rows).all()
+    if len(distinct) > index.stored or not fits:
         raise ValueError(
-            f"Invalid protect_ids of table {table!r}: must be at most {index.stored} ids, which"
-            f" have slots, in [0, {index.rows})."
+            f"Invalid protect_ids of table {table!r}: must be at most {index.stored} distinct ids"
+            f" (one slot each) in [0, {index.rows})."
         )
-    return found
+    return distinct
 
 
 def _short_number(value: int) -> str:

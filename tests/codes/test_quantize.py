@@ -286,8 +286,8 @@ def test_compact_tables_have_codes(tmp_path: Path) -> None:
         ({"mode": "max"}, {}, "Table 'weight': mode='max' can't be served"),
         ({"max_norm": 1.0}, {}, "Table 'weight': max_norm=1.0 changes rows"),
         ({"padding_idx": 0}, {}, "Table 'weight': padding_idx=0 of an EmbeddingBag"),
-        ({"dtype": torch.float16}, {}, "of float32 or float64: serving does not round to 16 bits"),
-        ({"dtype": torch.bfloat16}, {}, "of float32 or float64: serving does not round to 16 bits"),
+        ({"dtype": torch.float16}, {}, "in float32 or float64 can use codes"),
+        ({"dtype": torch.bfloat16}, {}, "in float32 or float64 can use codes"),
     ],
 )
 def test_refused_arguments(options: Any, arguments: Any, message: str) -> None:
@@ -349,7 +349,7 @@ def test_unsharded_collections_of_half_precision_are_refused() -> None:
         name="t", num_embeddings=40, embedding_dim=4, feature_names=["f"], data_type=DataType.FP16
     )
     model = EmbeddingBagCollection(tables=[config])
-    with pytest.raises(ValueError, match="serving does not round to 16 bits"):
+    with pytest.raises(ValueError, match="in float32 or float64 can use codes"):
         quantize(model, sgd(model), codes=2, begin=0)
 
 
@@ -364,7 +364,7 @@ def test_masks_of_parts_of_rows_are_refused() -> None:
     model = table()
     optimizer = sgd(model)
     sparse = sparsify(model, optimizer, level=0.0, end=0, every=1, block=(1, 2))
-    with pytest.raises(ValueError, match="parts of rows"):
+    with pytest.raises(ValueError, match="codes need whole rows"):
         quantize(model, optimizer, codes=2, begin=0, sparse=sparse)
 
 

@@ -361,7 +361,7 @@ def test_unknown_ids_of_sequences(tmp_path: Path, fbgemm: bool, ids: Tensor) -> 
     assert zero["ids"].unknown == {"t": 8} and zero["words"].unknown == {"t": 4}
     with pytest.raises(ValueError, match="unknown='nan'"):
         load_served(path, unknown="nan")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Invalid unknown='raise' of a lookup that is saved"):
+    with pytest.raises(ValueError, match="Invalid unknown='raise': a saved lookup"):
         strict["words"].to_pt2(tmp_path / "served.pt2")
 
 
@@ -495,6 +495,7 @@ def test_the_documented_use_is_typed(tmp_path: Path) -> None:
         (None, "Invalid path=None: must be the path of a folder."),
         (5, "Invalid path=5: must be the path of a folder."),
         (["served", 5], "Invalid path=5: must be the path of a folder."),
+        (iter([5]), "Invalid path=5: must be the path of a folder."),
         ([], "Invalid path=[]: must name the folder of an artifact first."),
     ],
     ids=repr,
@@ -524,7 +525,7 @@ def test_a_process_without_torchrec(tmp_path: Path) -> None:
         " None  # as if it were not installed\nimport dist_sparse\nserved ="
         " dist_sparse.load_served(sys.argv[1] + '/served')\nids, lengths, want ="
         " torch.load(sys.argv[1] + '/batch')\nassert torch.equal(served(ids, lengths),"
-        " want)\nassert type(served.lookup.rows).__name__ == ('LibtorchLookup' if without else"
+        " want)\nassert type(served.lookup.row_lookup).__name__ == ('LibtorchLookup' if without else"
         " 'FbgemmLookup')\nrooms = ('sparsifiers', 'enforcer', 'schedulers', 'training', 'groups',"
         " 'optim', 'report', 'serving.jagged')\nbad = ['torchrec', *('fbgemm_gpu.' * without,),"
         " *(f'dist_sparse.{room}' for room in rooms)]\nfound = [name for name in sys.modules if"

@@ -151,14 +151,14 @@ def test_torchrec_shards_it(tmp_path: Path, dtype: str, monkeypatch: pytest.Monk
 def test_what_they_have_no_place_for_is_refused(tmp_path: Path) -> None:
     mixed = sources("fp32")
     mixed[1] = replace(mixed[1], pooling="mean")
-    with pytest.raises(ValueError, match=r"sums and of means.*use to_torchrec\(\)"):
+    with pytest.raises(ValueError, match=r"sums and means.*use to_torchrec\(\)"):
         served_of(tmp_path / "mixed", mixed).to_fbgemm()
     odd = served_of(tmp_path / "odd", [Source("t", table(30, 7, 0.5), ["a"], "sum", "int4")])
     for convert in (odd.to_fbgemm, odd.to_torchrec):
         with pytest.raises(ValueError, match=r"'t.*' has 7 columns: in 4 bits"):
             convert()
     sequences = served_of(tmp_path / "sequence", sources("fp32")[:1], "sequence")
-    with pytest.raises(ValueError, match=r"of the kind 'sequence'.*use to_fbgemm\(\)"):
+    with pytest.raises(ValueError, match=r"has kind 'sequence'.*use to_fbgemm\(\)"):
         sequences.to_torchrec()
 
 

@@ -56,7 +56,7 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match=r"no compact collection with removed rows"):
         following(run.model)
     run.compact(removed="default_row")
-    with pytest.raises(ValueError, match=r"default row, which is no one's slot"):
+    with pytest.raises(ValueError, match=r"default row, which can't be a slot"):
         following(run.model)
     run = Run(cell_of(1, "row_wise"))
     run.compact()

@@ -102,7 +102,7 @@ def test_arguments_of_another_type() -> None:
             following(EmbeddingBagCollection([item], device=meta), wrong)
     bags = following(EmbeddingBagCollection([item], device=meta), {"item": 5})
     wrong = ["item"]
-    with pytest.raises(ValueError, match=r"Invalid protect_ids=\['item'\]: must be ids by table"):
+    with pytest.raises(ValueError, match="Invalid protect_ids of type list: must be a dict"):
         FollowingTables(bags, protect_ids=wrong)
 
 
