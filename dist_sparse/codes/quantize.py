@@ -343,8 +343,8 @@ def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]
         rows, columns = located[name].shape
         if rows < LEAST_ROWS:
             raise ValueError(
-                f"Table {name!r} has {count(rows)} rows; codes need at least {count(LEAST_ROWS)}."
-                " Name larger tables in codes=."
+                f"Table {name!r} has {count(rows)} rows; below {count(LEAST_ROWS)}, codes' books"
+                " take more than they save. Name larger tables in codes=."
             )
         groups[name] = integer("codes", by_name[name], least=1, most=columns, of=name)
         if columns % groups[name]:

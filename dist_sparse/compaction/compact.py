@@ -210,12 +210,13 @@ def _sparsified_modules(sources: Iterable[object]) -> set[nn.Module]:
 
 
 def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -> dict[str, int]:
-    """Return the remaining columns of a module's narrower tables."""
+    """Return the remaining columns of a module's narrower tables. If the module's tables must have
+    one width, their entries in ``widths`` are raised to the widest."""
     if site.has_one_width:
         # TorchRec refuses an EmbeddingCollection of several widths.
         narrower = widths.keys() & names.values()
         widest = max((widths[name] for name in narrower), default=0)
-        # In place, for finish() too: it moves the rotations by these widths.
+        # In place: finish() moves the rotations by the same widths.
         widths |= dict.fromkeys(narrower, widest)
     return {table: widths[name] for table, name in names.items() if name in widths}
 

@@ -160,14 +160,14 @@ class TableBatchHooks:
         self._kept_ids = KeptIds({}, self._features)
         self._zeroed = ZeroedRows(self._features, device)
         # Whether the kernel's next call is to give ids of removed rows the weight 0.
-        self._weighs_ids = False
+        self._zeroes_next = False
         self._counted = CountedLookups(self._features)
         self._sampled = SampledLookups(self._features)
         # For each reader, such as "scores", the rows written since it last cleared its record.
         self._records: dict[str, dict[int, RowFlags]] = {}
         self._has_cached = False
         # KeyedJaggedTensors of the last forward: as requested, and as passed on to the kernel.
-        self._last_ids: tuple[Any, Any] = (None, None)
+        self._last_features: tuple[Any, Any] = (None, None)
         self._hooks = Hooks()
 
     def hook(self) -> None:
@@ -223,10 +223,9 @@ class TableBatchHooks:
         self._records.clear()
 
     def written(self, reader: str) -> Iterator[tuple[int, Written]]:
-        """Yield the address of the weights and the possibly written rows (live) of each registered
-        CPU table; for ``"scores"``, of the tables whose scores are worth keeping. The first call of
-        a reader starts its record, with all rows in it, and so does its first call after a write
-        of unknown rows."""
+        """Yield the address of the weights and the live set of possibly written rows of each
+        registered CPU table; for ``"scores"``, only of tables whose scores are worth keeping. A
+        reader's first call, or its first after an untracked write, starts with all rows."""
         if not self._knows_writes:
             return
         self._refresh()
@@ -354,7 +353,7 @@ class TableBatchHooks:
             passed = self._kept_ids.select(requested)
         # The weight 0 keeps gradients from removed rows. Without a backward, a lookup may read
         # them: they are rows of zeros.
-        self._weighs_ids = passed is requested and torch.is_grad_enabled()
+        self._zeroes_next = passed is requested and torch.is_grad_enabled()
         # Outside of no_grad(): only training forwards are sampled.
         sampled = self._sampled.due()
         with torch.no_grad():
@@ -364,20 +363,20 @@ class TableBatchHooks:
                 self.clean()
             if self._zeroed.any_dirty:
                 self._zeroed.clean_read(*_local_ids(passed))
-        self._last_ids = requested, passed
+        self._last_features = requested, passed
         return passed, *args[1:]
 
     def _weigh_ids(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
         """Give ids of removed rows the weight 0, unless they were dropped. A forward pre-hook of
         FBGEMM's module."""
-        if self._weighs_ids and self._kept_ids:
+        if self._zeroes_next and self._kept_ids:
             return args, self._batch.mask_weights(call, self._kept_ids.flags)
         return None
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Tensor) -> None:
-        requested, passed = self._last_ids
+        requested, passed = self._last_features
         # Free the ids now, not at the next lookup.
-        self._last_ids = None, None
+        self._last_features = None, None
         if not output.requires_grad:
             return
         written = _copied_ids(args[0])
@@ -396,7 +395,7 @@ class TableBatchHooks:
         """Record a lookup in its backward, just before the fused optimizer writes the rows; return
         the gradient of the output, or None for no change."""
         self._batch.pending.discard(lookup)
-        # Not in the forward: until the backward, all rows may be cleaned, and other lookups read.
+        # Recorded in the backward, not in the forward: rows may be cleaned or read in between.
         with torch.no_grad():
             self._refresh()  # masks may have been updated since the lookup
             if self._writes_strays:

@@ -407,7 +407,7 @@ class OptimScheduler(abc.ABC):
             raise AssertionError(
                 f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
             )
-        # A KeyError names a loss that is missing.
+        # Raises a KeyError with the name of a missing loss.
         return losses[self._loss_name]
 
     # Phase 1: gradients, for all OptimSchedulers that share the losses.
@@ -416,7 +416,8 @@ class OptimScheduler(abc.ABC):
         """Set the learning rate, and add this step's gradients to ``.grad``."""
         loss = self._loss(losses)
         lr = self._lr(step_num, epoch_num)
-        # This one is among the overlapping ones. More than its own is another's, in shared .grad.
+        # The sum includes this object. If it is larger than its own count, a peer has unfinished
+        # gradients in shared parameters.
         accumulated = sum(peer._accumulated for peer in self._overlapping())
         if accumulated > self._accumulated:
             raise ValueError(
@@ -563,8 +564,8 @@ def _refuse_other_optimizer(
         missing = sorted(loaded.defaults.keys() & ours.keys() - group.keys())
         if missing:
             raise ValueError(
-                f"The state is of another class than {type(loaded).__name__}: its groups lack"
-                f" {missing}."
+                f"The state belongs to another optimizer class: its groups lack {missing};"
+                f" expected {type(loaded).__name__}."
             )
         for parameter in group["params"]:
             state = loaded.state.get(parameter, {})

@@ -356,7 +356,7 @@ def test_unsharded_collections_of_half_precision_are_refused() -> None:
 def test_small_tables_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_module, "LEAST_ROWS", 20_000)
     model = table()
-    with pytest.raises(ValueError, match=re.escape("40 rows; codes need at least")):
+    with pytest.raises(ValueError, match=re.escape("40 rows; below")):
         quantize(model, sgd(model), codes=2, begin=0)
 
 

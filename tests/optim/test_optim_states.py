@@ -84,7 +84,7 @@ def corrupted(change: Callable[[dict[str, Any]], Any], state: dict[str, Any]) ->
         (lambda s: {**s, "optimizer": {}}, "KeyError: 'param_groups'"),
         (lambda s: {**s, "optimizer": None}, "The state does not fit"),
         (lambda s: {**s, "optimizer": {**s["optimizer"], "param_groups": []}}, "parameter group"),
-        (of_sgd, r"of another class than Adam: its groups lack \['betas', 'eps'\]"),
+        (of_sgd, r"another optimizer class: its groups lack \['betas', 'eps'\]; expected Adam"),
         (
             lambda s: turned(s),
             (
