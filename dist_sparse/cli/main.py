@@ -327,7 +327,7 @@ _DELTAS = option(
     "deltas", help="deltas after it, of export(since=), in order", nargs="*", metavar="DELTA"
 )
 
-# By name, in the order of --help: the function, its purpose, examples with notes, and options.
+# Commands by name, in the order of --help: function, purpose, examples with notes, and options.
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Sequence[Option]]] = {
     "inspect": (
         _inspect,

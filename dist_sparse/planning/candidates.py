@@ -137,7 +137,7 @@ class Candidate:
         # A table of no columns has no output.
         if checks.level("columns", self.columns) == 0:
             raise ValueError(f"Invalid columns={self.columns!r}: must be in (0, 1].")
-        # Without tables that lose nothing, so that equal candidates compare as equal.
+        # Tables that lose nothing are left out, so that equal candidates compare as equal.
         levels = {
             name: checks.level(f"levels[{name!r}]", level)
             for name, level in self.levels.items()

@@ -323,7 +323,7 @@ def frontier(
     measurements = _Measurements(model, evaluate, out)
     full = measurements.full
     tables = tuple(map(shape_of, located.values()))
-    # By default the first metric that evaluate() returns.
+    # The default is the first metric that evaluate() returns.
     metric = checks.choice("metric", metric or next(iter(full)), full)
     table_bytes = dense_bytes(tables)
     trials: list[Trial] = []
@@ -362,7 +362,7 @@ def trials_of(
         dtypes: dtypes of the stored weights, of methods that are not named after theirs.
         trains: whether models with fewer columns can be trained.
     """
-    # Without their untouched rows: "untouched" alone is credited for the bytes of these.
+    # These methods keep untouched rows: "untouched" alone is credited for their bytes.
     all_rows = replace(choices, untouched={})
     by_method: list[tuple[str, Choice]] = []
     for choice in all_rows.all():

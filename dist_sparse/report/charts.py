@@ -88,12 +88,12 @@ class Chart:
     @property
     def places(self) -> list[float]:
         """x of the points of all lines."""
-        return [*chain.from_iterable(line.places for line in self.lines)]
+        return [*chain(*(line.places for line in self.lines))]
 
     @property
     def heights(self) -> list[float]:
         """y of the finite points of all lines."""
-        return [*chain.from_iterable(line.heights for line in self.lines)]
+        return [*chain(*(line.heights for line in self.lines))]
 
     @property
     def is_drawn(self) -> bool:
@@ -143,7 +143,7 @@ def charts(run: Run) -> list[Chart]:
 def _auc_over_bytes(run: Run) -> Chart:
     """Return one dot for each artifact of each run, or for the weights of a run without any."""
     lines = []
-    # In the order of the command line, as in the legend of every chart.
+    # Runs keep the order of the command line, as in the legend of every chart.
     for one in run.all_runs:
         dots, labels = list[Point](), list[str]()
         for artifact in sorted(artifacts_of(one), key=lambda artifact: -artifact.bytes):

@@ -377,7 +377,7 @@ def read_run(folder: str | Path, *others: str | Path) -> Run:
     """
     # One level deep: a run inside an inner run is compared with that one only.
     others = others or tuple(file.parent for file in sorted(Path(folder).glob(f"*/{RUN}")))
-    # By real path, because runs/latest is a link to one of runs/*.
+    # The real path identifies a run, because runs/latest is a link to one of runs/*.
     folders: dict[str, Path] = {}
     for given in (folder, *others):
         folders.setdefault(os.path.realpath(given), Path(given))
@@ -513,8 +513,8 @@ class _Reader:
     def _add_event(self, line: Mapping[str, Any]) -> None:
         kind, step = line["kind"], line["step"]
         event = _EVENTS[kind](line)
-        # At the first event of a session only: its further events may share a step, and all count.
-        # Not at `resumed`, whose line has no step: a mask update is logged at the next one.
+        # Only the first event of a session drops older ones: its further events may share a step,
+        # and all count. `resumed` drops none, since its line has no step.
         if kind in self._resumed:
             _drop_from(step, self._events[kind])
             self._resumed.discard(kind)
