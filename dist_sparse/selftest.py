@@ -100,10 +100,10 @@ class _Trial:
     sparsifier.
 
     Args:
-        device: of this rank.
-        block: of its masks.
+        device: the device of this rank.
+        block: the block of its masks.
         level: the sparsity level.
-        score: of :class:`~dist_sparse.ImportanceSparsifier`.
+        score: a score of :class:`~dist_sparse.ImportanceSparsifier`.
         attach: whether an enforcer keeps removed weights at zero.
         **options: of :func:`~dist_sparse.torchrec.trial.trial_model`.
     """

@@ -215,7 +215,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from dist_sparse.report.summary import inspect_text, numbers
 
     folder = Path(options.folder)
-    is_step = folder.is_dir() and any([folder.name.startswith("step-"), *folder.glob("step-*")])
+    is_step = folder.is_dir() and (folder.name.startswith("step-") or any(folder.glob("step-*")))
     # Checkpoints have no JSON form.
     if is_step and not options.json:
         # Imported here: it needs torch, and runs are read without torch.

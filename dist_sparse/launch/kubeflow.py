@@ -18,7 +18,7 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> str:
     """Return the TrainJob as JSON.
 
     Args:
-        spec: of its rendezvous only the id is used: Kubeflow knows where the nodes meet.
+        spec: the job. Its rendezvous only gives the id: Kubeflow knows where the nodes meet.
         runtime: name of a ClusterTrainingRuntime with the torch policy.
 
     Raises:

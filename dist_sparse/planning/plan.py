@@ -512,8 +512,10 @@ def _sparsify_lines(small: Set[str], *arguments: str) -> list[str]:
         small: tables to prune that have too few rows for the default of ``min_rows``.
     """
     ending = ["end=0", "min_rows=0"] if small else ["end=0"]
-    call = _call("sparse = sparsify", "model", "optimizer", *arguments, *ending)
-    return [*call, "sparse.step()"]
+    return [
+        *_call("sparse = sparsify", "model", "optimizer", *arguments, *ending),
+        "sparse.step()",
+    ]
 
 
 def _call(what: str, *arguments: str) -> list[str]:
@@ -578,8 +580,8 @@ def _optimizer_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
     sums: Sums = {}
     weights = [shard.tensor for data in located for shard in data.shards]
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    steppers = [one for one in optimizers if one is not None]
-    for leaf in chain(*map(leaves, steppers)):
+    parts = [one for one in optimizers if one is not None]
+    for leaf in chain(*map(leaves, parts)):
         parameters = list(chain(*(group["params"] for group in leaf.param_groups)))
         indices_of = same_storage(parameters)
         for weight in weights:

@@ -104,7 +104,7 @@ class _Axes:
 
     Args:
         left, right: ends of the horizontal axis, after ``scale``.
-        scale: of the horizontal axis: ``float`` for steps, ``log10`` for bytes.
+        scale: the scale of the horizontal axis: ``float`` for steps, ``log10`` for bytes.
     """
 
     def __init__(
@@ -388,7 +388,6 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         sections[section].append((chart, plot_of(chart)))
     # Each name once, in the order of the runs: a set would have no order.
     series = dict.fromkeys(chain(*(one.values for one in run.all_runs)))
-    config = json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")
     return render(
         "page.html",
         run=run,
@@ -398,7 +397,7 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         series=[*series],
         tables=_all_tables(found),
         most_tables=MOST_TABLES,
-        config=config,
+        config=json.dumps(run.config, indent=2, ensure_ascii=False).split("\n"),
         style=part("page.css"),
         script=script,
         # The page's policy allows this script and no other.
@@ -413,8 +412,8 @@ def _all_tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     tables = [*found["tables"]]
     # Tables without a sparsifier have known bytes only, and keep all of them.
     for name, taken in found["other_tables"].items():
-        unknown = dict.fromkeys(TABLE_FIELDS)
-        tables.append({**unknown, "name": name, "bytes_kept": taken, "bytes_dense": taken})
+        sizes = dict.fromkeys(("bytes_kept", "bytes_dense"), taken)
+        tables.append(dict.fromkeys(TABLE_FIELDS) | sizes | {"name": name})
     tables.sort(key=lambda table: (-(table["bytes_dense"] or table["blocks"] or 0), table["name"]))
     return tables
 

@@ -419,8 +419,8 @@ def _table_rows(run: Run) -> list[dict[str, Any]]:
         change = changes.get(table.name)
         row = {name: getattr(change, name, None) for name in TABLE_FIELDS}
         if isinstance(table, TableStats):
-            known = table_json(table) | {"dead_rows": run.dead_rows[table.name]}
-            row |= {name: known[name] for name in row.keys() & known}
+            stats = table_json(table) | {"dead_rows": run.dead_rows[table.name]}
+            row |= {name: stats[name] for name in row.keys() & stats}
             row["bytes_dense"] = table.table_bytes
             row["bytes_kept"] = table.kept_bytes
             row["bytes_masks"] = table.mask_bytes

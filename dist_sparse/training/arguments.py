@@ -171,7 +171,7 @@ class SparsifyArgs:
         """Return the arguments by name, JSON-able, for ranks to compare.
 
         Args:
-            names: of all tables.
+            names: the names of all tables.
         """
         # As text, which keeps the order of the globs: the last that matches counts.
         text = {"level": str(self.level), "floor": str(self.floor)}
@@ -281,13 +281,14 @@ def _dense_reasons(
         whole = [shard.tensor for shard in data.shards if data.sharding == "replicated"]
         # The others were selected by dense=: a small one, or any name, is no reason.
         is_table = not whole or any(map(is_embedding, whole))
-        few = f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}"
         # If several rules hold, the last is reported.
         rules = {
             "position embeddings; include= prunes them": (
                 is_table and _is_of_positions(data, included)
             ),
-            few: is_table and data.shape[0] < args.min_rows,
+            f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}": (
+                is_table and data.shape[0] < args.min_rows
+            ),
             "frozen (requires_grad=False)": any(map(is_frozen, whole)),
             "protected": name in guarded,
         }
@@ -426,7 +427,7 @@ def budget_levels(
         args: with a budget.
         located: all tables that the budget is for.
         pruned: those that lose blocks.
-        floors: by name the least fraction that a table keeps. Where blocks are removed wherever
+        floors: the least fraction that a table keeps, by name. Where blocks are removed wherever
             scores are smallest, a table's level need not keep it.
 
     Raises:

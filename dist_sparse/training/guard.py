@@ -130,18 +130,17 @@ class Guard:
         sparsifier = self._sparsifier
         if not state.active:
             return
-        # The schedule has set the flag for this step. Until a second update is due, the first
-        # validation may still come: many loops train before they validate.
-        overdue = state.owed & sparsifier.enable_mask_update
-        # An owed update counts as one of this step.
-        state.owed |= sparsifier.enable_mask_update
-        if self._warns and overdue:
+        # The schedule has set enable_mask_update for this step. The warning waits until a second
+        # update is due: many loops train before they validate.
+        if self._warns and state.owed and sparsifier.enable_mask_update:
             self._warns = False
             warn_on_first_rank(
                 'level="auto" has pruned nothing so far: no mask update happens before the first'
                 " validation. Call guard(metric) after each validation.",
                 stacklevel=4,
             )
+        # An owed update counts as one of this step.
+        state.owed |= sparsifier.enable_mask_update
         sparsifier.enable_mask_update = False
         if not state.waiting:
             sparsifier.enable_mask_update = state.owed
@@ -351,8 +350,9 @@ def _parse(
     )
     schedule = parts["scheduler"]
     floors = parts.get("floors", {})
-    kind = f"The state of the {type(scheduler).__name__}"
-    _check_keys(kind, schedule, set(scheduler.state_dict()))
+    _check_keys(
+        f"The state of the {type(scheduler).__name__}", schedule, set(scheduler.state_dict())
+    )
     _check_keys("The entry 'floors' of the state", floors, set(), set(sparsifier.data_groups))
     score = checks.choice("score", parts["score"], SCORES)
     param = schedule["schedule_param"]
@@ -405,7 +405,7 @@ def _refuse_other_steps(
         masked = configs.get(name, {}).get("sparsity_level", level)
         same = masked == level
         # A level may be the word "untouched". Numbers are compared up to rounding.
-        if isinstance(masked, (int, float)) and isinstance(level, (int, float)):
+        if {type(masked), type(level)} <= {int, float}:
             same = math.isclose(masked, level, abs_tol=1e-9)
         if not same:
             raise ValueError(

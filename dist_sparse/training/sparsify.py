@@ -64,7 +64,7 @@ class SparseTraining:
     Attributes:
         sparsifier: the :class:`~dist_sparse.ImportanceSparsifier`; its ``scored_by`` is the score
             in use.
-        scheduler: of its ``sparsity_level``.
+        scheduler: the schedule of its ``sparsity_level``.
         enforcer: the :class:`~dist_sparse.MaskEnforcer`.
         left_dense: tables that are not pruned, with the reason.
         validations: the calls of :meth:`guard` and their outcomes, in order, as
