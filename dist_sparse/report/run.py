@@ -132,8 +132,8 @@ class Spent:
     Args:
         total: while a log was open.
         masks: the time of mask updates.
-        enforcement: the time to keep pruned weights at zero. None without an enforcer, or if a session
-            crashed, because it is logged at the end.
+        enforcement: the time to keep pruned weights at zero. None without an enforcer, or if a
+            session crashed, because it is logged at the end.
     """
 
     total: float
@@ -186,7 +186,8 @@ class Run:
         artifacts: added by :func:`~dist_sparse.report.add_artifact`.
         spent: seconds.
         compared: other runs, by their names.
-        number: the number of the run's method among the compared runs. It selects the color in all charts.
+        number: the number of the run's method among the compared runs. It selects the color in all
+            charts.
     """
 
     folder: Path
