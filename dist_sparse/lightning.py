@@ -38,7 +38,7 @@ else:
         modules = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
         for package, module in modules.items():
             if importlib.util.find_spec(package):
-                # In no try: if the package lacks a dependency, the user sees that error.
+                # No try here: if the package lacks a dependency, the user sees that error.
                 return importlib.import_module(module)
         raise ImportError(
             "dist_sparse.lightning needs Lightning, and neither lightning nor pytorch_lightning is"
@@ -294,7 +294,7 @@ class SparsifyCallback(Callback):
 
 def _refuse_unsupported(trainer: Any, pl_module: Any) -> None:
     strategy = type(trainer.strategy)
-    # By name, because importing a strategy needs its package; and over the MRO, for subclasses.
+    # Names are compared, because importing a strategy needs its package. The MRO has base classes.
     for name in _REFUSED.keys() & {kind.__name__ for kind in strategy.__mro__}:
         raise ValueError(
             f"Invalid strategy {strategy.__name__}: SparsifyCallback does not support it, because"

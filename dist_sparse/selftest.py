@@ -63,7 +63,8 @@ _SMALL: Shapes = {"wide": (20_000, 128), "narrow": (7_001, 32)}
 
 _STEPS = 20
 
-# From best to worst; the worst of all ranks counts. A wrong result "differs", an error "failed".
+# Outcomes from best to worst; the worst of all ranks counts.
+# A wrong result "differs", an error "failed".
 _ORDER = ("ok", "not run", "differs", "failed")
 _WRONG = _ORDER[2:]
 
@@ -99,10 +100,10 @@ class _Trial:
     sparsifier.
 
     Args:
-        device: of this rank.
-        block: of its masks.
+        device: the device of this rank.
+        block: the block of its masks.
         level: the sparsity level.
-        score: of :class:`~dist_sparse.ImportanceSparsifier`.
+        score: a score of :class:`~dist_sparse.ImportanceSparsifier`.
         attach: whether an enforcer keeps removed weights at zero.
         **options: of :func:`~dist_sparse.torchrec.trial.trial_model`.
     """
@@ -179,7 +180,7 @@ def masks_equal_the_cpus(device: torch.device) -> str:
     for score, block in product(_SCORES, _BLOCKS):
         trial = _Trial(device, block, 0.5, score=score)
         trial.check_masks(f"{block} by {score} at 50%")
-        # In a second update, the removed weights tie at 0.
+        # A second update finds the removed weights tied at 0.
         _update(device, trial.sparsifier, 0.73)
         trial.check_masks(f"{block} by {score} at 73%")
     return f"{len(_BLOCKS)} blocks, {len(_SCORES)} scores, 2 updates, bit for bit"
@@ -356,7 +357,7 @@ def other_storage(device: torch.device, blocks: Sequence[str], **options: Any) -
     return "masks bit for bit, 5 steps, removed weights 0"
 
 
-# By name, in the order in which they run.
+# Checks by name, in the order in which they run.
 CHECKS: dict[str, Callable[[torch.device], str]] = {
     "masks": masks_equal_the_cpus,
     "ordinary steps": ordinary_steps_never_wait,

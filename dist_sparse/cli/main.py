@@ -215,7 +215,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from dist_sparse.report.summary import inspect_text, numbers
 
     folder = Path(options.folder)
-    is_step = folder.is_dir() and any([folder.name.startswith("step-"), *folder.glob("step-*")])
+    is_step = folder.is_dir() and (folder.name.startswith("step-") or any(folder.glob("step-*")))
     # Checkpoints have no JSON form.
     if is_step and not options.json:
         # Imported here: it needs torch, and runs are read without torch.
@@ -327,7 +327,7 @@ _DELTAS = option(
     "deltas", help="deltas after it, of export(since=), in order", nargs="*", metavar="DELTA"
 )
 
-# By name, in the order of --help: the function, its purpose, examples with notes, and options.
+# Commands by name, in the order of --help: function, purpose, examples with notes, and options.
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Sequence[Option]]] = {
     "inspect": (
         _inspect,

@@ -87,7 +87,7 @@ def as_typed(message: str, typed: Mapping[str, str]) -> str:
     """Return the message of an error, `Invalid argument=...`, with the option as the user typed it.
 
     Args:
-        message: of a function in Python, which knows its arguments only.
+        message: the error of a Python function, which knows its arguments only.
         typed: options by the names of these arguments.
     """
     argument = message.removeprefix("Invalid ").partition("=")[0]

@@ -39,7 +39,7 @@ def train(
         module: the module that every rank runs
         nnodes: nodes
         nproc: processes on each node: a number, or gpu, cpu, auto
-        name: of the job: a-z, 0-9 and -
+        name: the name of the job: a-z, 0-9 and -
         image: container image, or what the scheduler uses for one
         python: the interpreter on the nodes (default: the one that runs torchx)
         launcher: the launcher's module there: launch in a clone, dist_sparse.launch where the

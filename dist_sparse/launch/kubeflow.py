@@ -18,7 +18,7 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> str:
     """Return the TrainJob as JSON.
 
     Args:
-        spec: of its rendezvous only the id is used: Kubeflow knows where the nodes meet.
+        spec: the job. Its rendezvous only gives the id: Kubeflow knows where the nodes meet.
         runtime: name of a ClusterTrainingRuntime with the torch policy.
 
     Raises:
@@ -62,7 +62,7 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> str:
 
 
 def _drop_empty(fields: dict[str, Any]) -> dict[str, Any]:
-    # To Kubernetes, an empty field is a value and not the default.
+    # Kubernetes takes an empty field as a value, not as the default.
     return {name: value for name, value in fields.items() if value}
 
 

@@ -63,7 +63,7 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
         variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
         # torchrun writes to the same file: what this process has buffered comes first.
         sys.stdout.flush()
-        # Of several ranks, each would read a part of stdin.
+        # Several ranks would each read a part of stdin.
         stdin = None if single else subprocess.DEVNULL
         process = subprocess.Popen(words, stdin=stdin, env=variables, start_new_session=True)
         return _wait(process, spec.grace)
@@ -108,5 +108,5 @@ def _wait(process: subprocess.Popen[bytes], grace: int) -> int:
 
 
 def _log(text: str) -> None:
-    # In one write: torchrun and the ranks write to the same file.
+    # One write keeps the line whole: torchrun and the ranks write to the same file.
     os.write(2, f"launch: {text}\n".encode())

@@ -64,9 +64,9 @@ class LaunchSpec:
         env: variables for the ranks. Keys match `[A-Z_][A-Z0-9_]*`.
         max_restarts: how often torchrun restarts all ranks after one of them has failed.
         grace: seconds that ranks have to exit after a signal before they are killed.
-        cpus: of a node, for schedulers; None is the scheduler's default.
-        gpus: of a node, for schedulers; None is the scheduler's default.
-        memory_gib: of a node, for schedulers; None is the scheduler's default.
+        cpus: CPUs of a node, for schedulers; None is the scheduler's default.
+        gpus: GPUs of a node, for schedulers; None is the scheduler's default.
+        memory_gib: memory of a node, for schedulers; None is the scheduler's default.
         time: limit on the run, `HH:MM:SS` or `DAYS-HH:MM:SS`, for Slurm.
         image: the container image, for Kubernetes.
         python: the interpreter.
@@ -202,7 +202,7 @@ def defaults(spec: LaunchSpec, cores: int | None) -> dict[str, str]:
       gloo sometimes connects to them.
 
     Args:
-        cores: of a node, which its ranks share; None if unknown.
+        cores: CPU cores of a node, which its ranks share; None if unknown.
     """
     variables = {"PYTHONHASHSEED": "0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
     # With a range of nodes, ranks also restart when the number of nodes changes.

@@ -102,7 +102,7 @@ class Candidate:
     ``dataclasses.asdict()`` of it is JSON-able, and ``Candidate(**read)`` takes it back.
 
     Args:
-        dtype: of all tables when they are served, of :data:`DTYPES`.
+        dtype: the dtype of all served tables, one of :data:`DTYPES`.
         columns: fraction of its columns that each table of ``groups`` keeps, in (0, 1], rounded
             as by ``sparsify(level=1 - columns, block="col", rotate=groups)`` and ``compact()``: to
             a multiple of 4.
@@ -137,7 +137,7 @@ class Candidate:
         # A table of no columns has no output.
         if checks.level("columns", self.columns) == 0:
             raise ValueError(f"Invalid columns={self.columns!r}: must be in (0, 1].")
-        # Without tables that lose nothing, so that equal candidates compare as equal.
+        # Tables that lose nothing are left out, so that equal candidates compare as equal.
         levels = {
             name: checks.level(f"levels[{name!r}]", level)
             for name, level in self.levels.items()

@@ -94,11 +94,11 @@ class Trial:
 
     Args:
         budget: fraction of the tables' bytes that it was chosen for.
-        method: of :data:`METHODS`.
+        method: one of :data:`METHODS`.
         candidate: the form.
         trained: fraction of the columns that its model was trained with; 1.0 is the model itself.
-        bytes: of the served tables.
-        metrics: by name.
+        bytes: the bytes of the served tables.
+        metrics: the metrics by name.
     """
 
     budget: float
@@ -133,9 +133,9 @@ class Frontier:
     table and the recommendation.
 
     Args:
-        table_bytes: of the tables of the model as it is.
+        table_bytes: the bytes of the model's tables as they are.
         full: its metrics.
-        metric: by which methods are compared.
+        metric: the metric by which methods are compared.
         lower_is_better: metrics of which less is better.
         tolerance: a smaller difference of the metric does not count.
         trials: all that was measured.
@@ -270,7 +270,7 @@ def frontier(
         rotate: as in :func:`~dist_sparse.rotate`: ``"table"``, or groups of tables that are read
             only by dot products between them.
         protect: globs of tables that keep all rows, as tables of fewer than 16 do.
-        metric: by which methods are compared; None is the first that ``evaluate`` returns.
+        metric: the one that compares methods; None is the first that ``evaluate`` returns.
         lower_is_better: metrics for which less is better.
         tolerance: a smaller difference of the metric does not count.
         out: a folder for ``trials.jsonl`` and ``frontier.json``, the result.
@@ -323,7 +323,7 @@ def frontier(
     measurements = _Measurements(model, evaluate, out)
     full = measurements.full
     tables = tuple(map(shape_of, located.values()))
-    # By default the first metric that evaluate() returns.
+    # The default is the first metric that evaluate() returns.
     metric = checks.choice("metric", metric or next(iter(full)), full)
     table_bytes = dense_bytes(tables)
     trials: list[Trial] = []
@@ -358,11 +358,11 @@ def trials_of(
         choices: the tables and the budget. Of all ``prunable`` tables the same fraction of rows is
             removed; the untouched rows are removed by a method of their own alone.
         share: the budget as a fraction of the tables' bytes.
-        methods: of :data:`METHODS`.
+        methods: some of :data:`METHODS`.
         dtypes: dtypes of the stored weights, of methods that are not named after theirs.
         trains: whether models with fewer columns can be trained.
     """
-    # Without their untouched rows: "untouched" alone is credited for the bytes of these.
+    # These methods keep untouched rows: "untouched" alone is credited for their bytes.
     all_rows = replace(choices, untouched={})
     by_method: list[tuple[str, Choice]] = []
     for choice in all_rows.all():
@@ -400,8 +400,7 @@ def trials_of(
 def _with_fewer_rows(choices: Choices, dtype: str) -> list[tuple[str, Choice]]:
     """Return tables of a dtype that fit by losing rows, each with its method."""
     fractions, fitting = choices.widths("columns", dtype)
-    whole = choices.choice("full", dtype, 1.0)
-    pruned = [("rows", choices.fewest_rows(whole.candidate))]
+    pruned = [("rows", choices.fewest_rows(choices.choice("full", dtype, 1.0).candidate))]
     # The two widths just above what fits: rows save the rest of the bytes.
     for fraction in fractions[fitting : fitting + 2]:
         wider = choices.choice("columns", dtype, fraction)

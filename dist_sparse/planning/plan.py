@@ -53,11 +53,9 @@ _LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated co
 # the bytes of the chunks in which large tables are scored.
 UPDATE_MEMORY = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
 
-# A small table is scored in one chunk, at the cost of at most so many copies of it: less than the
+# A small table is scored in one chunk, which needs at most this many copies of it: less than the
 # constants above.
 _SMALL_TABLE_COPIES = 4
-
-_NOT_KNOWN = "Rows never looked up: not known; plan(trained_model, optimizer=adagrad) tells."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,24 +151,29 @@ class Plan:
         ]
 
     def _label(self, choice: Choice) -> str:
-        # Only untouched rows are removed of tables with all columns.
+        # Tables with all columns lose no rows but untouched ones.
         if choice.kind == "full" and choice.candidate.levels:
             return "touched rows"
         return _LABELS[choice.kind]
 
     def _untouched_lines(self) -> list[str]:
         """Return the sentence about rows that can be removed at no loss; none if all were read."""
-        if not self.untouched:
-            return [_NOT_KNOWN, ""]
         tables = []
         for table in self.tables:
             if untouched := self.untouched.get(table.name):
                 rows = count(table.shape[0])
                 tables.append(f"{count(untouched)} of {rows} rows of {printable(table.name)}")
-        if not tables:
+        text = (
+            f"Never looked up in training: {', '.join(tables)}. Removing them is lossless on the"
+            " training data."
+        )
+        if not self.untouched:
+            text = (
+                "Rows never looked up: unknown; pass the trained model and its Adagrad optimizer to"
+                " find out."
+            )
+        elif not tables:
             return []
-        names = f"Never looked up in training: {', '.join(tables)}."
-        text = f"{names} Removing them is lossless on the training data."
         return [*textwrap.wrap(text, 79), ""]
 
 
@@ -243,7 +246,7 @@ def plan(
         facts["budget, rotate"] = [limit, groups]
     total = dense_bytes(tables)
     untouched: dict[str, int] = {}
-    # Of shapes alone no sharding is known: one rank holds all.
+    # Without a model the sharding is unknown: assume one rank holds everything.
     rank_bytes = total
     # Outside of the block above: counting untouched rows communicates.
     if isinstance(model, nn.Module):
@@ -271,14 +274,14 @@ def plan(
 # The candidate of each kind and dtype that fits and keeps the most.
 Fitting = Mapping[tuple[str, str], Choice]
 
-# Why narrow tables are recommended, by whether rotated ones are among them.
-_NARROW = {
-    True: (
+# Why narrow tables are recommended, by their kind.
+_WHY_NARROW = {
+    "columns": (
         "Rotated columns that are removed during training, or smaller dense tables: which is better"
         " depends on the interactions per item, the passes over the data and the compute"
         " (docs/planning.md). Measure both, in int8 and int4."
     ),
-    False: (
+    "small": (
         "Train smaller dense tables: removing weights afterwards was no better, except rotated"
         " columns of tables that only dot products read. If yours are, name them, as in"
         ' rotate=[["user", "item"]].'
@@ -289,16 +292,19 @@ _NARROW = {
 # weights and 4 of scale and bias.
 _NO_GAIN_FROM = 40
 
-_HEADERS = (
-    "Scale and bias take 4 bytes, a large part of such short rows; int4 by column and codes have "
-    "neither. They gained on Gowalla; on data that over-fits, fewer columns win. Measure them too."
+_WHY_HEADERLESS = (
+    "In rows this short, the 4 bytes of scale and bias are a large share. int4 by column and codes"
+    " have neither. They gained on Gowalla; on data sets where models overfit, fewer columns win."
+    " Measure them too."
 )
-_INT8 = (
+_WHY_INT8 = (
     "int8{} changed AUC by less than 0.0001 wherever it was measured. Remove nothing else: that"
     " can only lose."
 )
-_INT4 = "int4 of all columns{} or {} in int8: which is better depends on the data. Measure both."
-_OTHER = {True: "fewer, rotated columns", False: "a smaller dense table"}
+_WHY_INT4 = (
+    "int4 of all columns{} or {} in int8: which is better depends on the data. Measure both."
+)
+_NARROW_NAMES = {"columns": "fewer, rotated columns", "small": "a smaller dense table"}
 
 
 def _recommend(choices: Choices, candidates: Iterable[Choice]) -> tuple[tuple[Choice, ...], str]:
@@ -313,26 +319,26 @@ def _recommend(choices: Choices, candidates: Iterable[Choice]) -> tuple[tuple[Ch
     fitting = _most_kept(candidates)
     # All columns in int8 lose nothing measurable: whatever else is removed can only lose.
     if int8 := _of_kind(fitting, "full", "int8"):
-        return int8, _INT8.format(_without_untouched(int8[0]))
+        return int8, _WHY_INT8.format(_without_untouched(int8[0]))
     # A table that is rotated alone is turned back: no gain over small dense tables was measured.
     kind = "columns" if min(map(len, choices.groups), default=0) > 1 else "small"
-    narrow = _of_kind(fitting, kind, "int8", "int4")
+    narrow_kind = kind if _of_kind(fitting, kind, "int8", "int4") else "small"
+    narrow = _of_kind(fitting, narrow_kind, "int8", "int4")
     small = _of_kind(fitting, "small", "int8", "int4")
-    rotated = kind == "columns" and narrow != ()
     # All columns in 4 bits against fewer in 8: the data sets disagree. There are no narrower tables
     # in int4 here, because all columns fit.
     if int4 := _of_kind(fitting, "full", "int4"):
-        why = _INT4.format(_without_untouched(int4[0]), _OTHER[rotated])
-        return int4 + (narrow or small), why
-    # Columns must go: rotated ones or from the start, which the data sets disagree on too. Where
-    # nothing is rotated, `narrow` and `small` are the same.
+        why = _WHY_INT4.format(_without_untouched(int4[0]), _NARROW_NAMES[narrow_kind])
+        return int4 + narrow, why
+    # Columns must be removed, by rotation or by training narrow tables; the data sets disagree
+    # here too. Where nothing is rotated, `narrow` and `small` are the same.
     narrower = tuple(dict.fromkeys(narrow + small))
     headerless = _without_headers(choices.tables, fitting, kind)
     reasons = []
     if narrower:
-        reasons.append(_NARROW[rotated])
+        reasons.append(_WHY_NARROW[narrow_kind])
     if headerless:
-        reasons.append(_HEADERS)
+        reasons.append(_WHY_HEADERLESS)
     why = " ".join(reasons) or "Nothing fits: even the narrowest tables take more."
     return narrower + headerless, why
 
@@ -342,7 +348,7 @@ def _most_kept(candidates: Iterable[Choice]) -> Fitting:
     fitting: dict[tuple[str, str], Choice] = {}
     for choice in candidates:
         if choice.fits:
-            # Listed before the one without untouched rows is the one with them.
+            # The candidate with untouched rows is listed first, so setdefault keeps it.
             fitting.setdefault((choice.kind, choice.candidate.dtype), choice)
     return fitting
 
@@ -372,8 +378,9 @@ def _without_headers(
 
     if max(map(width, _of_kind(fitting, kind, "int4")), default=0) >= _NO_GAIN_FROM:
         return ()
-    # Of the codes that leave at least half of the columns the finest, which CODED lists first.
-    coded = chain.from_iterable(map(widest_form, CODED))
+    # Among codes that keep at least half of the columns, take the finest, which CODED lists
+    # first.
+    coded = chain(*map(widest_form, CODED))
     wide = [choice for choice in coded if 2 * width(choice) >= widest.shape[1]]
     return (*widest_form(BY_COLUMN), *wide[:1])
 
@@ -467,9 +474,11 @@ def _code_lines(candidate: Candidate, tables: Sequence[TableShape]) -> list[str]
         level = f"level={1 - candidate.columns:.6g}"
         few = small.intersection(chain(*candidate.groups))
         lines += _sparsify_lines(few, level, 'block="col"', f"rotate={groups}")
-        lines.append("model = compact(model, sparse)")
-        lines.append("# then train on; tables with a fused optimizer have another one now. If an")
-        lines.append('# optimizer keeps a number for each weight, add optimizer_state="reset"')
+        lines += [
+            "model = compact(model, sparse)",
+            "# then train on; tables with a fused optimizer have another one now. If an",
+            '# optimizer keeps a number for each weight, add optimizer_state="reset"',
+        ]
     elif candidate.columns < 1:
         widths = dict.fromkeys(str(candidate.shape(table)[1]) for table in tables)
         lines.append(f"# of a model that was trained with embedding_dim={', '.join(widths)}")
@@ -480,8 +489,8 @@ def _code_lines(candidate: Candidate, tables: Sequence[TableShape]) -> list[str]
         lines += _sparsify_lines(few, 'level="untouched"', include, 'block="row"')
         sparse = "sparse"
     if candidate.dtype in CODED:
-        codes = {table.name: each for table in tables if (each := candidate.codes(table))}
-        text = pprint.pformat(codes, width=66, compact=True, sort_dicts=False)
+        codes = {table.name: code for table in tables if (code := candidate.codes(table))}
+        text = _code(codes)
         lines.append("# better: from half of the training on, with coded.step() after each step")
         lines += _call(
             "coded = quantize", "model", "optimizer", f"codes={text}", "begin=0", "end=0"
@@ -492,8 +501,8 @@ def _code_lines(candidate: Candidate, tables: Sequence[TableShape]) -> list[str]
     return [*lines, f'export(model, {sparse}, "served", {how})']
 
 
-def _code(names: list[Any]) -> str:
-    return pprint.pformat(names, width=66, compact=True)
+def _code(value: object) -> str:
+    return pprint.pformat(value, width=66, compact=True, sort_dicts=False)
 
 
 def _sparsify_lines(small: Set[str], *arguments: str) -> list[str]:
@@ -503,8 +512,10 @@ def _sparsify_lines(small: Set[str], *arguments: str) -> list[str]:
         small: tables to prune that have too few rows for the default of ``min_rows``.
     """
     ending = ["end=0", "min_rows=0"] if small else ["end=0"]
-    call = _call("sparse = sparsify", "model", "optimizer", *arguments, *ending)
-    return [*call, "sparse.step()"]
+    return [
+        *_call("sparse = sparsify", "model", "optimizer", *arguments, *ending),
+        "sparse.step()",
+    ]
 
 
 def _call(what: str, *arguments: str) -> list[str]:
@@ -512,8 +523,8 @@ def _call(what: str, *arguments: str) -> list[str]:
     line = f"{what}({', '.join(arguments)})"
     if len(line) <= 79:
         return [line]
-    parts = ",\n".join([*arguments, ""])
-    return [f"{what}(", textwrap.indent(parts.rstrip(), "    "), ")"]
+    parts = ",\n".join(arguments)
+    return [f"{what}(", textwrap.indent(f"{parts},", "    "), ")"]
 
 
 # ------------------------------------------------------------------------------
@@ -553,11 +564,11 @@ def untouched_rows(
         if world.rank in ranks and data.name not in unknown:
             by_ranks[ranks].append(data)
     counts: dict[str, int] = {}
-    # In one order on all ranks, or groups that overlap would wait for each other.
+    # All ranks use one order, or groups that overlap would wait for each other.
     for ranks in sorted(by_ranks):
         touched = gather_rows(by_ranks[ranks], partial(_touched_flags, sums), _reported_rects)
         for name, flags in touched.items():
-            # Of a table without a touched row, the sums say nothing.
+            # If no row was touched, the sums carry no information.
             if flags.any():
                 counts[name] = int((~flags).sum())
     # The ranks that hold a table have counted the same.
@@ -567,12 +578,11 @@ def untouched_rows(
 def _optimizer_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
     """Return the sums that the given optimizers have for this rank's shards."""
     sums: Sums = {}
-    if optimizer is None:
-        return sums
     weights = [shard.tensor for data in located for shard in data.shards]
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for leaf in chain.from_iterable(map(leaves, optimizers)):
-        parameters = list(chain.from_iterable(group["params"] for group in leaf.param_groups))
+    parts = [one for one in optimizers if one is not None]
+    for leaf in chain(*map(leaves, parts)):
+        parameters = list(chain(*(group["params"] for group in leaf.param_groups)))
         indices_of = same_storage(parameters)
         for weight in weights:
             # A shard is a view of its parameter: only their memory shows that they belong together.

@@ -31,9 +31,9 @@ class Line:
         points: step and value, or bytes > 0 and AUC. A value of None is a gap.
         role: ``main``, ``target``, ``other`` (a compared run) or ``raw`` (logged values, drawn
             behind their means).
-        number: of the compared run, which has one color in all charts.
+        number: the number of the compared run, which has one color in all charts.
         steps: constant from each point to the next.
-        labels: of dots.
+        labels: the labels of dots.
     """
 
     name: str
@@ -88,12 +88,12 @@ class Chart:
     @property
     def places(self) -> list[float]:
         """x of the points of all lines."""
-        return [*chain.from_iterable(line.places for line in self.lines)]
+        return [*chain(*(line.places for line in self.lines))]
 
     @property
     def heights(self) -> list[float]:
         """y of the finite points of all lines."""
-        return [*chain.from_iterable(line.heights for line in self.lines)]
+        return [*chain(*(line.heights for line in self.lines))]
 
     @property
     def is_drawn(self) -> bool:
@@ -143,7 +143,7 @@ def charts(run: Run) -> list[Chart]:
 def _auc_over_bytes(run: Run) -> Chart:
     """Return one dot for each artifact of each run, or for the weights of a run without any."""
     lines = []
-    # In the order of the command line, as in the legend of every chart.
+    # Runs keep the order of the command line, as in the legend of every chart.
     for one in run.all_runs:
         dots, labels = list[Point](), list[str]()
         for artifact in sorted(artifacts_of(one), key=lambda artifact: -artifact.bytes):
@@ -281,15 +281,15 @@ def _line_chart(
 
 def _curve(one: Run, run: Run, series: Series) -> Line:
     """Return a series as the line of a run; with more than 30 points, as means over intervals."""
-    known = finite(series)
-    if len(known) <= _SMOOTHED:
+    valid = finite(series)
+    if len(valid) <= _SMOOTHED:
         return _line(one, run, points=series)
     means = []
-    for interval in _intervals(known, 2 * _SMOOTHED):
+    for interval in _intervals(valid, 2 * _SMOOTHED):
         steps, values = zip(*interval, strict=True)
         means.append((steps[len(steps) // 2], math.fsum(values) / len(values)))
     # A mean is drawn in the middle of its interval, the last one at the last step.
-    means[-1] = known[-1][0], means[-1][1]
+    means[-1] = valid[-1][0], means[-1][1]
     return _line(one, run, points=tuple(means))
 
 
@@ -306,11 +306,11 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
     # A dict, because points of one step keep their order.
     kept: dict[Point, None] = {}
     for interval in _intervals(points, _MOST_POINTS // 2 - 1):
-        known = finite(interval)
-        # Without a finite value, a gap stays a gap.
+        valid = finite(interval)
+        # An interval without a finite value stays a gap.
         ends = interval[:1]
-        if known:
-            ends = [min(known, key=itemgetter(1)), max(known, key=itemgetter(1))]
+        if valid:
+            ends = [min(valid, key=itemgetter(1)), max(valid, key=itemgetter(1))]
         kept |= dict.fromkeys(ends)
     return tuple(sorted(kept | {points[-1]: None}, key=itemgetter(0)))
 

@@ -202,7 +202,7 @@ def _link_latest(folder: Path) -> None:
     link = folder.with_name(LATEST)
     if folder.parent.name != "runs" or folder == link or (link.exists() and not link.is_symlink()):
         return
-    # By a rename, which is atomic: no reader finds the link missing.
+    # A rename is atomic: no reader finds the link missing.
     part = _part_of(link)
     # A file system without links has no `latest`.
     with contextlib.suppress(OSError):
@@ -260,7 +260,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     # The error of the line before, which is raised if that line was not cut short.
     broken: ValueError | None = None
     with file.open("rb") as stream:
-        # For an empty file.
+        # An empty file runs no iteration.
         text = b"\n"
         for number, text in enumerate(stream, start=1):
             try:
@@ -278,7 +278,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise broken
 
 
-# Of one decoder: json.loads() checks its seven options for each line of a long log.
+# json.loads() would check its seven options for each line of a long log.
 _decode = json.JSONDecoder().decode
 
 
@@ -307,7 +307,7 @@ def _about() -> dict[str, Any]:
     import shlex
 
     versions = {"dist_sparse": dist_sparse.__version__, "python": platform.python_version()}
-    # Only of imported packages: importing torchrec for its version would take seconds.
+    # Packages that are not imported are left out: importing torchrec takes seconds.
     for name in sorted({"torch", "torchrec"} & sys.modules.keys()):
         versions[name] = str(sys.modules[name].__version__)
     return {

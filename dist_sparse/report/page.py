@@ -74,7 +74,7 @@ class Plot:
         shapes: CSS class and SVG path of each, the last on top.
         marks: numbers of the vertical axis, each with its place in percent from the top.
         below: numbers of the horizontal axis, each with its place in percent from the left.
-        label: of the horizontal axis.
+        label: the name of the horizontal axis.
         legend: CSS class and name of each line.
         tips: tooltips of vertical strips: the ``text``; ``left`` and ``width`` of the strip in
             percent of the plot; the place of its ``line`` in percent of the strip.
@@ -104,7 +104,7 @@ class _Axes:
 
     Args:
         left, right: ends of the horizontal axis, after ``scale``.
-        scale: of the horizontal axis: ``float`` for steps, ``log10`` for bytes.
+        scale: the scale of the horizontal axis: ``float`` for steps, ``log10`` for bytes.
     """
 
     def __init__(
@@ -122,6 +122,9 @@ class _Axes:
     def x_of(self, value: float) -> float:
         # One decimal is a quarter of a pixel on a wide page, and keeps paths short.
         return round(WIDTH * (self.scale(value) - self.left) / (self.right - self.left), 1)
+
+    def percent_of(self, value: float) -> float:
+        return 100 * self.x_of(value) / WIDTH
 
     def y_of(self, value: float) -> float:
         # SVG counts from the top.
@@ -152,7 +155,7 @@ def _line_plot(chart: Chart) -> Plot:
     for step in ticks(axes.left, axes.right, 4):
         # There are no half steps.
         if step.is_integer():
-            below.append((axes.x_of(step) / 10, _compact(step)))
+            below.append((axes.percent_of(step), _compact(step)))
     marks, shapes = axes.grid()
     # Later shapes cover earlier ones.
     for line in sorted(chart.lines, key=lambda line: _LAYERS.index(line.role)):
@@ -160,7 +163,7 @@ def _line_plot(chart: Chart) -> Plot:
     mark = None
     if chart.mark is not None:
         step, text = chart.mark
-        mark = axes.x_of(step) / 10, text
+        mark = axes.percent_of(step), text
         shapes.append(("mark", f"M{axes.x_of(step)} 0V{HEIGHT}"))
     named, ends, legend = list[Line](), list[str](), list[tuple[str, str]]()
     for line in chart.lines:
@@ -196,7 +199,7 @@ def _dot_plot(chart: Chart) -> Plot:
     for tick in _SIZES:
         if axes.left <= math.log10(tick) <= axes.right:
             text = size(tick).replace(".00", "").replace(".0", "")
-            below.append((axes.x_of(tick) / 10, text))
+            below.append((axes.percent_of(tick), text))
     marks, shapes = axes.grid()
     legend, spots, texts = list[tuple[str, str]](), list[dict[str, Any]](), list[str]()
     for place, line in enumerate(chart.lines):
@@ -208,13 +211,11 @@ def _dot_plot(chart: Chart) -> Plot:
             x, y = axes.x_of(taken), axes.y_of(auc)
             # A line of no length is a dot: its ends are round.
             shapes.append((f"{look} dot", f"M{x} {y}h0"))
-            spot: dict[str, Any] = {"left": 100 * x / WIDTH, "top": 100 * y / HEIGHT}
-            spot["label"] = label
-            spot["text"] = (f"{line.name}, {label}", f"{size(taken)}, AUC {auc:.4f}")
-            # Alternately above and below, so that labels of neighbors do not overlap.
-            spot["under"] = (place + number) % 2 == 1
-            spots.append(spot)
-            texts.append(": ".join(spot["text"]))
+            tip = f"{line.name}, {label}", f"{size(taken)}, AUC {auc:.4f}"
+            spot = {"left": axes.percent_of(taken), "top": 100 * y / HEIGHT, "label": label}
+            # Labels alternate above and below, so that those of neighbors do not overlap.
+            spots.append(spot | {"text": tip, "under": (place + number) % 2 == 1})
+            texts.append(": ".join(tip))
     return Plot(
         caption=f"{chart.title}: {'; '.join(texts)}",
         shapes=shapes,
@@ -250,10 +251,14 @@ def _every_nth(values: list[Any], most: int) -> list[Any]:
 def _tips(lines: Sequence[Line], axes: _Axes) -> list[dict[str, Any]]:
     """Return the tooltips of the values at each step: vertical strips, side by side."""
     # A strip is an element of the page: with many steps, only every n-th has one.
-    steps = set[float]().union(*(line.places for line in lines))
-    shown = _every_nth(sorted(steps), _MOST_TIPS)
+    steps = sorted(set(chain(*(line.places for line in lines))))
+    shown = _every_nth(steps, _MOST_TIPS)
     # Strips meet halfway between steps, so that a pointer shows the nearest one.
-    edges = [0.0, *((axes.x_of(a) + axes.x_of(b)) / 20 for a, b in pairwise(shown)), 100.0]
+    edges = [
+        0.0,
+        *((left + right) / 2 for left, right in pairwise(map(axes.percent_of, shown))),
+        100.0,
+    ]
     tips = []
     for x, (left, right) in zip(shown, pairwise(edges), strict=True):
         text = [f"step {count(round(x))}"]
@@ -262,7 +267,7 @@ def _tips(lines: Sequence[Line], axes: _Axes) -> list[dict[str, Any]]:
             before = line.points[: bisect_right(line.places, x)]
             for _, value in finite(before[-1:]):
                 text.append(f"{line.name}: {axes.text_of(value)}")
-        place = 100 * (axes.x_of(x) / 10 - left) / max(right - left, 1e-9)
+        place = 100 * (axes.percent_of(x) - left) / max(right - left, 1e-9)
         tips.append({"left": left, "width": right - left, "text": text, "line": place})
     return tips
 
@@ -382,8 +387,7 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         section = _SECTIONS[chart.key.partition("_")[0]]
         sections[section].append((chart, plot_of(chart)))
     # Each name once, in the order of the runs: a set would have no order.
-    series = dict.fromkeys(chain.from_iterable(one.values for one in run.all_runs))
-    config = json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")
+    series = dict.fromkeys(chain(*(one.values for one in run.all_runs)))
     return render(
         "page.html",
         run=run,
@@ -393,7 +397,7 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         series=[*series],
         tables=_all_tables(found),
         most_tables=MOST_TABLES,
-        config=config,
+        config=json.dumps(run.config, indent=2, ensure_ascii=False).split("\n"),
         style=part("page.css"),
         script=script,
         # The page's policy allows this script and no other.
@@ -406,10 +410,10 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
 def _all_tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the sparsified tables and the others, the largest first."""
     tables = [*found["tables"]]
-    # Of tables without a sparsifier only the bytes are known; all are kept.
+    # Tables without a sparsifier have known bytes only, and keep all of them.
     for name, taken in found["other_tables"].items():
-        unknown = dict.fromkeys(TABLE_FIELDS)
-        tables.append({**unknown, "name": name, "bytes_kept": taken, "bytes_dense": taken})
+        sizes = dict.fromkeys(("bytes_kept", "bytes_dense"), taken)
+        tables.append(dict.fromkeys(TABLE_FIELDS) | sizes | {"name": name})
     tables.sort(key=lambda table: (-(table["bytes_dense"] or table["blocks"] or 0), table["name"]))
     return tables
 

@@ -66,7 +66,7 @@ def add_artifact(
         run: folder that a :class:`~dist_sparse.RunLog` wrote.
         artifact: the served file or folder. Its size is read now, so it may be deleted later.
         auc: measured on what the artifact serves.
-        name: in the report; by default the name of the file or folder.
+        name: the name in the report; by default the name of the file or folder.
 
     Raises:
         ValueError: there is no such run or artifact, or an argument is invalid.
@@ -131,9 +131,9 @@ class Spent:
 
     Args:
         total: while a log was open.
-        masks: of mask updates.
-        enforcement: of keeping pruned weights at zero. None without an enforcer, or if a session
-            crashed, because it is logged at the end.
+        masks: the time of mask updates.
+        enforcement: the time to keep pruned weights at zero. None without an enforcer, or if a
+            session crashed, because it is logged at the end.
     """
 
     total: float
@@ -165,8 +165,8 @@ class Run:
     """A run that was read from its folder. Mappings without a word are by the name of a table.
 
     Args:
-        folder: of the run.
-        name: as given to ``RunLog``, by default the name of the folder.
+        folder: the folder of the run.
+        name: the name given to ``RunLog``, by default the name of the folder.
         started: time, as in ``run.json``.
         command: command line of the script; empty if unknown.
         world: number of ranks.
@@ -176,7 +176,7 @@ class Run:
         last_step: last logged step; None for an empty log.
         values: series by the names passed to ``RunLog.step``.
         due: mask updates, each with the step at which it was logged.
-        validations: of the guard, each with the step at which it was logged.
+        validations: the guard's checks, each with the step at which it was logged.
         slots: updates of following tables, each with the step at which it was logged.
         tables: statistics at the end; empty before.
         dead_rows: number of rows without a kept element, at the end.
@@ -186,7 +186,8 @@ class Run:
         artifacts: added by :func:`~dist_sparse.report.add_artifact`.
         spent: seconds.
         compared: other runs, by their names.
-        number: of the run's method among the compared runs. It selects the color in all charts.
+        number: the number of the run's method among the compared runs. It selects the color in all
+            charts.
     """
 
     folder: Path
@@ -377,7 +378,7 @@ def read_run(folder: str | Path, *others: str | Path) -> Run:
     """
     # One level deep: a run inside an inner run is compared with that one only.
     others = others or tuple(file.parent for file in sorted(Path(folder).glob(f"*/{RUN}")))
-    # By real path, because runs/latest is a link to one of runs/*.
+    # The real path identifies a run, because runs/latest is a link to one of runs/*.
     folders: dict[str, Path] = {}
     for given in (folder, *others):
         folders.setdefault(os.path.realpath(given), Path(given))
@@ -513,8 +514,8 @@ class _Reader:
     def _add_event(self, line: Mapping[str, Any]) -> None:
         kind, step = line["kind"], line["step"]
         event = _EVENTS[kind](line)
-        # At the first event of a session only: its further events may share a step, and all count.
-        # Not at `resumed`, whose line has no step: a mask update is logged at the next one.
+        # Only the first event of a session drops older ones: its further events may share a step,
+        # and all count. `resumed` drops none, since its line has no step.
         if kind in self._resumed:
             _drop_from(step, self._events[kind])
             self._resumed.discard(kind)
@@ -577,9 +578,9 @@ _EVENTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 def _table_stats(table: Mapping[str, Any]) -> TableStats:
-    known = {one.name: table[one.name] for one in dataclasses.fields(TableStats)}
+    stats = {one.name: table[one.name] for one in dataclasses.fields(TableStats)}
     # JSON has lists: with tuples, the TableStats equals the one that was written.
-    block = known["sparse_block_shape"]
+    block = stats["sparse_block_shape"]
     return TableStats(
-        **known | {"shape": tuple(known["shape"]), "sparse_block_shape": block and tuple(block)}
+        **stats | {"shape": tuple(stats["shape"]), "sparse_block_shape": block and tuple(block)}
     )

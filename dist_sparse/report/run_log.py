@@ -108,7 +108,7 @@ class RunLog:
             log at a time.
         model: count the bytes of all its tables, those that are not sparsified too, so that bytes
             of runs compare.
-        name: of the run in reports; that of the folder by default.
+        name: the run's name in reports; by default the folder's.
         config: JSON-able description of the run, written to ``run.json``.
         sinks: receive every number as well, on rank 0 (:mod:`dist_sparse.report.run_log`).
         resume: continue the log in the folder, if there is one.
@@ -433,7 +433,7 @@ class TensorBoardSink:
     """Writes event files for TensorBoard.
 
     Args:
-        folder: of the files.
+        folder: the folder of the files.
 
     Raises:
         ImportError: tensorboard is not installed.

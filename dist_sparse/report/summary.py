@@ -134,7 +134,7 @@ def compare(run: Run) -> list[dict[str, Any]]:
             "bytes": one.bytes_kept,
             "share": share_of(one.bytes_kept, whole),
             "auc": auc,
-            # Of one series in both runs: training AUC and test AUC are of different examples.
+            # Both runs need the same series: training AUC and test AUC are of different examples.
             "delta": difference(one, base, series),
             "ms_per_step": one.ms_per_step,
             "changed": {key: new.get(key) for key in new | old if old.get(key) != new.get(key)},
@@ -228,8 +228,8 @@ def _artifacts_from(run: Run, base: Run, least: float) -> tuple[list[str], list[
 
 def _seed_noise(run: Run) -> str:
     """Return a sentence about the spread of AUC over runs that differ in their seed alone."""
-    # By method and config. Two runs may share a config, such as a model before and after its rows
-    # were removed: one of them counts, the last.
+    # The keys are method and config. Two runs may share a config, such as a model before and after
+    # its rows were removed: one of them counts, the last.
     aucs: dict[str, dict[str, float]] = defaultdict(dict)
     for one in run.all_runs:
         auc = quality(one)[1]
@@ -327,9 +327,9 @@ def numbers(run: Run) -> dict[str, Any]:
 def table_json(stats: TableStats) -> dict[str, Any]:
     """Return the fields of a table's statistics and its ``sparsity`` as JSON-able values."""
     dtype = str(stats.dtype).removeprefix("torch.")
-    known = dataclasses.asdict(stats) | {"dtype": dtype, "sparsity": stats.sparsity}
+    fields = dataclasses.asdict(stats) | {"dtype": dtype, "sparsity": stats.sparsity}
     # Tuples become lists, as in a log that was read back.
-    return dict(json.loads(json.dumps(known)))
+    return dict(json.loads(json.dumps(fields)))
 
 
 def status(run: Run) -> str:
@@ -374,10 +374,10 @@ def inspect_text(run: Run) -> str:
     """Return tables, totals and config of a run as text that fits the terminal."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     where = f"on {number_of(run.world, 'rank')}; {versions}"
-    start = f"{run.folder}: started {run.started}"
-    lines = [*wrapped_lines([start, where, status(run)], "  "), "", *_table_text(run)]
-    values = ", ".join(f"{name} {value:.4g}" for name, value in _last_values(run).items())
-    facts = {"last": values}
+    texts = [f"{run.folder}: started {run.started}", where, status(run)]
+    lines = [*wrapped_lines(texts, "  "), "", *_table_text(run)]
+    last = _last_values(run).items()
+    facts = {"last": ", ".join(f"{name} {value:.4g}" for name, value in last)}
     # A run that has only following tables has no masks.
     if run.states or not run.slots:
         looked_up = removed = 0
@@ -398,7 +398,7 @@ def _table_text(run: Run) -> list[str]:
     """Return a line for each sparsified table, one for all dense tables, and the sums."""
     known = numbers(run)
     rows = [cells_of(table, _TABLE_COLUMNS) for table in known["tables"]]
-    # Of tables without a sparsifier only the bytes are known.
+    # Tables without a sparsifier have known bytes only.
     if run.other_tables:
         taken = mib(sum(run.other_tables.values()))
         name = f"{number_of(len(run.other_tables), 'other')}, dense"
@@ -419,8 +419,8 @@ def _table_rows(run: Run) -> list[dict[str, Any]]:
         change = changes.get(table.name)
         row = {name: getattr(change, name, None) for name in TABLE_FIELDS}
         if isinstance(table, TableStats):
-            known = table_json(table) | {"dead_rows": run.dead_rows[table.name]}
-            row |= {name: known[name] for name in row.keys() & known}
+            stats = table_json(table) | {"dead_rows": run.dead_rows[table.name]}
+            row |= {name: stats[name] for name in row.keys() & stats}
             row["bytes_dense"] = table.table_bytes
             row["bytes_kept"] = table.kept_bytes
             row["bytes_masks"] = table.mask_bytes

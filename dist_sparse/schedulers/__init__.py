@@ -482,5 +482,5 @@ def by_name(given: T | dict[str, T], names: Collection[str]) -> dict[str, T]:
     chosen: dict[str, T] = {}
     for glob, entry in given.items():
         chosen |= dict.fromkeys(fnmatch.filter(names, glob), entry)
-    # In the order of names, not of globs: values are written and printed in it.
+    # The order is the names', not the globs': values are written and printed in it.
     return {name: chosen[name] for name in names if name in chosen}

@@ -219,7 +219,7 @@ class BaseDataScheduler:
             values = self.get_schedule_param()
         finally:
             self._get_sp_called_within_step = False
-        # Not base_param: names that were added to the sparsifier later take part.
+        # base_param would lack names that were added to the sparsifier later.
         known = self.data_sparsifier.data_groups
         if unknown := sorted(values.keys() - known.keys()):
             raise ValueError(

@@ -171,7 +171,7 @@ class SparsifyArgs:
         """Return the arguments by name, JSON-able, for ranks to compare.
 
         Args:
-            names: of all tables.
+            names: the names of all tables.
         """
         # As text, which keeps the order of the globs: the last that matches counts.
         text = {"level": str(self.level), "floor": str(self.floor)}
@@ -196,7 +196,7 @@ def _levels(
         return level
     if not given:
         raise ValueError(f"Invalid {argument}={given!r}: must have a name or glob.")
-    # In the order of the mapping: the last glob that matches counts.
+    # Globs are read in the order of the mapping: the last one that matches counts.
     return {str(name): check(f"{argument}[{name!r}]", level) for name, level in given.items()}
 
 
@@ -249,7 +249,7 @@ def left_dense(
     reasons = _dense_reasons(model, modules, located, args)
     # "table" is each table that is pruned. Groups name tables, which a user expects to be rotated.
     if args.rotate and args.rotate != "table":
-        rotated = set(chain.from_iterable(rotation_groups(args.rotate, located)))
+        rotated = set(chain(*rotation_groups(args.rotate, located)))
         if rotated & reasons.keys():
             raise ValueError(
                 f"Invalid rotate={args.rotate}: these tables are left dense: {_listed(reasons)}."
@@ -281,13 +281,14 @@ def _dense_reasons(
         whole = [shard.tensor for shard in data.shards if data.sharding == "replicated"]
         # The others were selected by dense=: a small one, or any name, is no reason.
         is_table = not whole or any(map(is_embedding, whole))
-        few = f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}"
-        # Of several rules that hold, the last is reported.
+        # If several rules hold, the last is reported.
         rules = {
             "position embeddings; include= prunes them": (
                 is_table and _is_of_positions(data, included)
             ),
-            few: is_table and data.shape[0] < args.min_rows,
+            f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}": (
+                is_table and data.shape[0] < args.min_rows
+            ),
             "frozen (requires_grad=False)": any(map(is_frozen, whole)),
             "protected": name in guarded,
         }
@@ -337,7 +338,7 @@ def by_table(
     globs = _by_glob(given)
     matching = {name: _matching(data, globs) for name, data in pruned.items()}
     # A glob may match dense tables too, but not them alone: it would have no effect.
-    unused = sorted(globs.keys() - set(chain.from_iterable(matching.values())))
+    unused = sorted(globs.keys() - set(chain(*matching.values())))
     if unused:
         known = f"{list(pruned)}; left dense: {_listed(left_dense)}"
         raise ValueError(f"Invalid {argument}: {unused} match none of {known}.")
@@ -379,7 +380,7 @@ def final_levels(
     return finals
 
 
-# From a budget of bytes to levels.
+# Turning a budget of bytes into levels.
 #
 # A budget counts the bytes that are served in the dtype of training, as
 # `planning.candidates.Candidate` does: kept weights, the index that finds them, the bases that turn
@@ -402,7 +403,7 @@ def parse_budget(budget: object) -> float:
     value: Any = budget
     if percent := re.fullmatch(r"(\d+(?:\.\d*)?) ?%", str(budget), re.ASCII):
         value = float(percent[1]) / 100
-    # By type: 1 is one byte, 1.0 all of them. type(), because a bool is an int too.
+    # The type tells: 1 is one byte, 1.0 all of them. type(), because a bool is an int too.
     most = {int: math.inf, float: 1.0}
     if type(value) not in most or not 0 <= value <= most[type(value)]:
         raise ValueError(
@@ -426,7 +427,7 @@ def budget_levels(
         args: with a budget.
         located: all tables that the budget is for.
         pruned: those that lose blocks.
-        floors: by name the least fraction that a table keeps. Where blocks are removed wherever
+        floors: the least fraction that a table keeps, by name. Where blocks are removed wherever
             scores are smallest, a table's level need not keep it.
 
     Raises:
@@ -501,16 +502,16 @@ class _PrunedTable:
         shape = self.data.shape
         block = self.block
         needs = f"Table {self.data.name!r}: a budget needs"
-        divide = f"{needs} blocks that divide {shape}; {block} do not."
-        # An artifact stores zeros within kept rows; only compact() makes a rotated table narrower.
-        save = (
-            f"{needs} whole rows, or columns that are rotated; blocks of {block} are served as"
-            " zeros, and save no bytes. Give a level instead."
-        )
         checks.refuse(
             {
-                divide: shape[0] % block[0] or shape[1] % block[1],
-                save: block[1] < shape[1] and not self.group,
+                f"{needs} blocks that divide {shape}; {block} do not.": (
+                    shape[0] % block[0] or shape[1] % block[1]
+                ),
+                # An artifact stores zeros within kept rows; only compact() makes a rotated table
+                # narrower.
+                f"{needs} whole rows, or columns that are rotated; blocks of {block} are served as"
+                " zeros, and save no bytes. Give a level instead.": block[1] < shape[1]
+                and not self.group,
             }
         )
 

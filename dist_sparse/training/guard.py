@@ -2,10 +2,9 @@
 
 Phases of an update under a :class:`Guard`:
 
-1. The schedule has an update, and it happens, unless the update before still waits for its
-   validation. Then it is *owed*: it happens at the first step after that validation, at the level
-   that is scheduled then.
-2. It has happened and is *pending*. The weights that it removed are kept
+1. When an update is scheduled, it runs, unless the previous one still awaits validation; then it
+   is *owed*: it runs at the first step after that validation, at the level that is scheduled then.
+2. Once it has run, it is *pending*. The weights that it removed are kept
    (``sparsifiers.masks.LastUpdate``).
 3. A validation accepts it, and the kept weights are released; or undoes it, and the schedule ends.
 
@@ -50,7 +49,7 @@ class GuardState:
 
     Args:
         active: mask updates wait for validations.
-        mode: of the first validation; None before it.
+        mode: the mode of the first validation; None before it.
         best: the best metric of a validation that held.
         waiting: no mask update happens before the next validation that holds.
         owed: the schedule had an update while one was waiting.
@@ -80,7 +79,7 @@ class GuardState:
         for name, value in given.items():
             # The values of a new state, False and None, are valid; the checks below take neither.
             if value is not fresh[name]:
-                _STATE[name](f"{name} of the guard", value)
+                _FIELD_CHECKS[name](f"{name} of the guard", value)
         return cls(**given)
 
 
@@ -90,7 +89,7 @@ def _flag(name: str, value: object) -> None:
 
 
 # The check of each saved value that differs from a new `GuardState`'s.
-_STATE: Mapping[str, Callable[[str, Any], Any]] = {
+_FIELD_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("active", "waiting", "owed"), _flag),
     **dict.fromkeys(("pending", "accepted", "undone"), partial(checks.integer, least=0)),
     "mode": partial(checks.choice, known=_SIGNS),
@@ -102,24 +101,25 @@ class Guard:
     """Delay each mask update until the one before is validated, and undo one that fails.
 
     Args:
-        sparsifier, scheduler: of the training.
-        guarded: delay the first update too, until the first validation.
+        sparsifier, scheduler: the two whose mask updates are guarded.
+        waits_for_first: delay the first update too, until the first validation.
     """
 
     def __init__(
         self,
         sparsifier: ImportanceSparsifier,
         scheduler: ReadyDataScheduler,
-        guarded: bool,
+        waits_for_first: bool,
     ) -> None:
         self._sparsifier = sparsifier
         self._scheduler = scheduler
-        self._warns = guarded
-        self.put(GuardState(active=guarded, waiting=guarded))
+        self.set_state(GuardState(active=waits_for_first, waiting=waits_for_first))
 
-    def put(self, state: GuardState) -> None:
+    def set_state(self, state: GuardState) -> None:
         """Replace the state. The weights that the last update removed are released."""
         self.state = state
+        # An active guard without a validation is level="auto".
+        self._warns = state.mode is None
         self._last = LastUpdate()
         self._sparsifier.masks.undo = self._last if state.active else None
 
@@ -130,15 +130,17 @@ class Guard:
         sparsifier = self._sparsifier
         if not state.active:
             return
-        # The schedule has set the flag for this step. An owed update counts as one of this step.
-        state.owed |= sparsifier.enable_mask_update
-        if self._warns and state.mode is None and state.owed:
+        # The schedule has set enable_mask_update for this step. The warning waits until a second
+        # update is due: many loops train before they validate.
+        if self._warns and state.owed and sparsifier.enable_mask_update:
             self._warns = False
             warn_on_first_rank(
                 'level="auto" has pruned nothing so far: no mask update happens before the first'
-                " validation. Call guard(metric) with the metric of each.",
+                " validation. Call guard(metric) after each validation.",
                 stacklevel=4,
             )
+        # An owed update counts as one of this step.
+        state.owed |= sparsifier.enable_mask_update
         sparsifier.enable_mask_update = False
         if not state.waiting:
             sparsifier.enable_mask_update = state.owed
@@ -174,10 +176,10 @@ class Guard:
         masks = sparsifier.masks
         checks.refuse(
             {
-                f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in _SIGNS,
+                f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in list(_SIGNS),
                 f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
                 not in (None, mode),
-                "guard() stops schedules of a final level: those of functions have none.": (
+                "guard() needs a schedule with a final level; function schedules have none.": (
                     not isinstance(self._scheduler, CurveDataScheduler)
                 ),
                 "guard() can't undo updates that rotate tables.": masks.rotation is not None,
@@ -194,12 +196,13 @@ class Guard:
         self._last.check(masks.tables.locate())
         return float(value)
 
-    def judge(self, metric: float, tolerance: float, mode: Mode) -> GuardCheck:
+    def accept_or_undo(self, metric: float, tolerance: float, mode: Mode) -> GuardCheck:
         """Accept the pending update, or undo it; return the outcome. Local."""
         state = self.state
         state.active = True
         state.mode = mode
-        # From here on, mask updates keep what they remove.
+        self._warns = False
+        # Mask updates keep the weights that they remove from here on.
         self._sparsifier.masks.undo = self._last
         sign = _SIGNS[mode]
         # The first metric is the reference of the next ones.
@@ -260,8 +263,8 @@ class Guard:
 # replaced.
 #
 # It holds the masks with their configurations, and as JSON the schedule and the settings that
-# choose masks. Its masks must fit the settings beside them, not the current ones: these are in the
-# sparsifier while masks are checked, and taken out again.
+# choose masks. Its masks must fit the settings beside them, not the current ones: prepare_load()
+# temporarily overwrites these attributes of the live sparsifier while it checks the masks.
 
 
 _ACTION = "load_state_dict()"
@@ -329,7 +332,7 @@ def prepare_load(
         commit_masks()
         commit_schedule()
         _assign(sparsifier, settings)
-        guard.put(guard_state)
+        guard.set_state(guard_state)
 
     return commit
 
@@ -342,12 +345,14 @@ def _parse(
     # None: Lightning's callback adds its own keys.
     _check_keys("The state", state, {"sparsifier", "schedule"}, None)
     parts = checks.from_json("the schedule", state["schedule"])
-    needed = {"scheduler", "score", "scope"}
-    _check_keys("The schedule of the state", parts, needed, {"floors", "guard"})
+    _check_keys(
+        "The schedule of the state", parts, {"scheduler", "score", "scope"}, {"floors", "guard"}
+    )
     schedule = parts["scheduler"]
     floors = parts.get("floors", {})
-    kind = f"The state of the {type(scheduler).__name__}"
-    _check_keys(kind, schedule, set(scheduler.state_dict()))
+    _check_keys(
+        f"The state of the {type(scheduler).__name__}", schedule, set(scheduler.state_dict())
+    )
     _check_keys("The entry 'floors' of the state", floors, set(), set(sparsifier.data_groups))
     score = checks.choice("score", parts["score"], SCORES)
     param = schedule["schedule_param"]
@@ -400,7 +405,7 @@ def _refuse_other_steps(
         masked = configs.get(name, {}).get("sparsity_level", level)
         same = masked == level
         # A level may be the word "untouched". Numbers are compared up to rounding.
-        if isinstance(masked, (int, float)) and isinstance(level, (int, float)):
+        if {type(masked), type(level)} <= {int, float}:
             same = math.isclose(masked, level, abs_tol=1e-9)
         if not same:
             raise ValueError(
@@ -418,9 +423,10 @@ def _check_next_updates(
     current = {name: configs[name]["sparsity_level"] for name in configs if name in tables}
     # state_dict() saves a mapping as pairs.
     finals = by_name(dict(final) if isinstance(final, (list, tuple)) else final, current)
-    # At the step of the state, and at the end of its schedule. Other tables keep their level.
+    # Updates must work at the state's step and at the end of its schedule. Other tables keep their
+    # level.
     for reached in (levels, finals):
         sparsifier.check_levels({name: reached.get(name, current[name]) for name in current})
     # Norms are always known. Other scores need the optimizers that an enforcer knows.
     if sparsifier.masks.enforcer is not None and sparsifier.scored_by != "norm":
-        sparsifier.look_up(sparsifier.masks.tables.locate())
+        sparsifier.look_up(tables.locate())

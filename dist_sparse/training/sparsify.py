@@ -64,7 +64,7 @@ class SparseTraining:
     Attributes:
         sparsifier: the :class:`~dist_sparse.ImportanceSparsifier`; its ``scored_by`` is the score
             in use.
-        scheduler: of its ``sparsity_level``.
+        scheduler: the schedule of its ``sparsity_level``.
         enforcer: the :class:`~dist_sparse.MaskEnforcer`.
         left_dense: tables that are not pruned, with the reason.
         validations: the calls of :meth:`guard` and their outcomes, in order, as
@@ -218,7 +218,7 @@ class SparseTraining:
             facts.update(metric=value, tolerance=tolerance, mode=mode)
             facts.update(guard=asdict(guard.state), can_undo=guard.can_undo)
         # Equal facts, so that all ranks take the same branch below.
-        check = guard.judge(value, tolerance, mode)
+        check = guard.accept_or_undo(value, tolerance, mode)
         if check.undone is not None:
             # Collective.
             check = replace(check, sparsity=self.sparsity)
@@ -544,7 +544,7 @@ def sparsify(
         floors = by_table("floor", args.floor, pruned, unpruned)
         finals = final_levels(args, located, pruned, unpruned, floors)
         facts.update(args.facts(located))
-        # At level 0 first; the schedule raises it.
+        # The level starts at 0; the schedule raises it.
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0,
             sparse_block_shape=args.block,

@@ -287,8 +287,14 @@ def test_a_plan_says_where_untouched_rows_are_not_known(passed: bool) -> None:
     """As on the command line, which has the model alone."""
     model, optimizer = trained(torch.optim.Adagrad)
     text = str(plan(model, "9%", optimizer=optimizer if passed else None))
-    line = "Rows never looked up: not known; plan(trained_model, optimizer=adagrad) tells."
-    assert (line in text.splitlines()) is not passed
+    line = "Rows never looked up: unknown; pass the trained model and its Adagrad optimizer"
+    assert (line in text) is not passed
+
+
+def test_an_optimizer_that_is_none_is_skipped() -> None:
+    model, optimizer = trained(torch.optim.Adagrad)
+    alone = plan(model, "9%", optimizer=optimizer).untouched
+    assert alone == plan(model, "9%", optimizer=[optimizer, None]).untouched
 
 
 def test_a_few_idle_rows_stay() -> None:

@@ -134,12 +134,12 @@ def test_auto_asks_before_the_first_update_and_ends_below_the_limit() -> None:
     sparse.detach()
 
 
-def test_auto_without_a_validation_warns_once_at_its_first_update() -> None:
+def test_auto_without_a_validation_warns_once_at_its_second_update() -> None:
     model, optimizer, sparse = made(level="auto", schedule=None, begin=2, end=20, every=2)
     learn(model, optimizer, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(2):
+        for _ in range(4):
             sparse.step()
     with pytest.warns(
         UserWarning, match=r'level="auto" has pruned nothing .* guard\(metric\)'
@@ -148,6 +148,17 @@ def test_auto_without_a_validation_warns_once_at_its_first_update() -> None:
             sparse.step()
     assert len(caught) == 1 and caught[0].filename == __file__
     sparse.detach()
+
+
+@pytest.mark.filterwarnings("error")
+def test_auto_that_trains_and_then_validates_does_not_warn() -> None:
+    model, optimizer, sparse = made(level="auto", schedule=None, end=4, every=2)
+    for step in range(4):
+        learn(model, optimizer, step)
+        sparse.step()
+        if step % 2:
+            sparse.guard(0.75)
+    assert sparse.sparsity > 0
 
 
 def test_less_is_better_and_a_tolerance() -> None:
@@ -266,6 +277,7 @@ def test_what_is_kept_is_the_removed_weights_and_is_released() -> None:
             {"metric": 0.5, "tolerance": -1.0},
             "Invalid tolerance=-1.0: must be a finite number >= 0",
         ),
+        ({"metric": 0.5, "mode": []}, r"Invalid mode=\[\]: must be one of 'max', 'min'"),
         ({"metric": 0.5, "mode": "least"}, "Invalid mode='least': must be one of 'max', 'min'"),
     ],
     ids=str,
