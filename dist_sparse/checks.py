@@ -314,7 +314,7 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
         raise ValueError(f"it is not JSON: {error}") from None
     found = entries.get("format") if isinstance(entries, dict) else None
     if found != form:
-        raise ValueError(f"it does not say that its format is {form!r}, but {found!r}")
+        raise ValueError(f"its format is {found!r}, not {form!r}")
     if entries.get("version") != version:
         raise ValueError(
             f"version {entries.get('version')!r} is not {version}, the one that this release reads"

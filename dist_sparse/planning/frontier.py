@@ -300,7 +300,7 @@ def frontier(
     # Every argument is checked before the first evaluation, which may take hours.
     with world.agreeing("frontier()") as facts:
         # Small dense tables have to be trained.
-        known = METHODS.keys() - ({"small"} if train is None else set())
+        known = sorted(METHODS.keys() - ({"small"} if train is None else set()))
         chosen = sorted(checks.choice("methods", name, known) for name in methods or known)
         # A set: equal budgets have the same points.
         shares = sorted({checks.level("budgets", share) for share in budgets}, reverse=True)

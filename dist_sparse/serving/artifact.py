@@ -271,7 +271,8 @@ def absolute_path(name: str, value: Any) -> Path:
     Raises:
         ValueError: it is no path; ``name`` is for the message.
     """
-    if not isinstance(value, (str, os.PathLike)):
+    # abspath("") would be the working directory.
+    if not isinstance(value, (str, os.PathLike)) or value == "":
         raise ValueError(f"Invalid {name}={value!r}: must be the path of a folder.")
     return Path(os.path.abspath(value))
 

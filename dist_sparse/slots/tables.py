@@ -430,6 +430,9 @@ class FollowingTables:
             for key, value in expected.items():
                 saved = state_dict.get(key)
                 rules[f"The state has {key}={saved}, and here it is {value}."] = saved != value
+            names = {table.name for table in self._tables}
+            absent = names - set(state_dict.get("counts", ()))
+            rules[f"The state has no counts of the tables {sorted(absent)}."] = absent
             checks.refuse(rules)
             steps = {key: int(state_dict[key]) for key in ("step", "admits_at", "age")}
             counts = [

@@ -75,9 +75,9 @@ def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> 
     with world.agreeing("step()") as facts:
         # They were replicas when sparsify() was called: with this text, a difference is an error.
         facts.drift_error = (
-            "Replicas have drifted from rank 0's: {places}. Nothing was changed. No wrapper keeps"
-            " these tables equal: train a DistributedDataParallel and call sparsify() on it. Models"
-            " that are meant to differ must differ when sparsify() is called."
+            "Replicas have drifted from rank 0's: {places}. Nothing was changed. Call sparsify() on"
+            " a DistributedDataParallel. Models that are meant to differ must differ when"
+            " sparsify() is called."
         )
         # A batch may have written removed weights on one rank only: zeroed before hashing.
         sparsifier.masks.hooks.settle()

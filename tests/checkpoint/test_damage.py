@@ -240,7 +240,7 @@ def test_the_crafted_ones_would_run_in_plain_dcp(job: Job, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("entries", "why"),
     [
-        ({"format": "another"}, r"it does not say that its format is 'dist_sparse.checkpoint'"),
+        ({"format": "another"}, r"its format is 'another', not 'dist_sparse.checkpoint'"),
         ({"version": 2}, r"version 2 is not 1, the one that this release reads"),
         ({"world": 0}, r"Invalid world=0"),
         ({"files": {"../x": {"bytes": 1, "crc32": "0"}}}, r"'../x' is no name of a file"),
