@@ -478,7 +478,7 @@ def _check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
             row = rect.row + int(wrong[0]) // kept.scores.bits.shape[1]
             raise ValueError(
                 f"Table {table.goal.data.name!r}: {len(wrong)} kept scores differ from those of the"
-                f" weights, the first in row {row}: torch did not count a write. apply_masks()"
+                f" weights, first in row {row}: torch missed a write. apply_masks()"
                 " scores every row again."
             )
 
