@@ -124,7 +124,7 @@ def choice(name: str, value: object, known: Iterable[str], more: str = "") -> st
     Raises:
         ValueError: there is none; lists the known ones, and the closest.
     """
-    # By lower case, the entry as it is spelled.
+    # Each entry as it is spelled, by its lower case.
     spelled = {entry.lower(): entry for entry in known}
     text = value.lower() if isinstance(value, str) else ""
     if text in spelled:

@@ -540,7 +540,7 @@ def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict
     """Return the replicas that differ from their first holder's, and the ranks where they do."""
     first: dict[str, int] = {}
     drifted: dict[str, list[int]] = {}
-    # In ascending order of ranks, so the first value of a name is its first holder's.
+    # Ranks ascend, so the first value of a name is its first holder's.
     for rank, held in zip(ranks, hashes, strict=True):
         for name, value in held.items():
             if first.setdefault(name, value) != value:

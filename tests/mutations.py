@@ -52,8 +52,8 @@ MUTATIONS = [
     M("masking/masks.py", "                mask.apply_(tensor)\n            else", "                pass\n            else", "tests/dist/test_record.py -k another_block"),
     M("masking/masks.py", "max(8, most // max(1, self.grid.cols) // 8 * 8)", "max(8, most // max(1, self.grid.cols))", "tests/masking/test_masks.py -k chunks"),
     M("masking/masks.py", "@dataclass(frozen=True, eq=False)", "@dataclass(eq=False)", "tests/masking/test_masks.py -k frozen"),
-    M("masking/block_masks.py", "\"nonzero\" if goal.shows_zeros else \"removed\"", "\"nonzero\"", "tests/dist/test_custom.py"),
-    M("masking/block_masks.py", "(goal.shows_zeros and threshold.bits == 0)", "threshold.bits == 0", "tests/dist/test_custom.py -k score"),
+    M("masking/block_masks.py", "\"nonzero\" if goal.scores_show_zeros else \"removed\"", "\"nonzero\"", "tests/dist/test_custom.py"),
+    M("masking/block_masks.py", "(goal.scores_show_zeros and threshold.bits == 0)", "threshold.bits == 0", "tests/dist/test_custom.py -k score"),
     M("masking/block_masks.py", "counts=shard.rect in table.owned", "counts=True", "tests/dist/test_masks.py -k 2-data_parallel"),
     M("masking/cuts.py", "scores[[i - owned.start for i in slabs]] = KEPT", "pass", "tests/dist/test_sharded_tensors.py -k cross"),
     M("masking/block_masks.py", "((extremes < 0) | (extremes >= NOT_FINITE)).any()", "(extremes >= NOT_FINITE).any()", "tests/dist/test_bad_values.py -k negative"),
@@ -61,7 +61,7 @@ MUTATIONS = [
     # -----------------------------------------------------------------------------------------------------
     M("sparsifiers/step.py", "            mask.data = old\n", "            pass\n", "tests/dist/test_bad_values.py -k plain_data"),
     M("sparsifiers/masks.py", "in packed.summed(counts).items()", "in counts.items()", "tests/dist/test_record.py -k test_records"),
-    M("sparsifiers/step.py", "made[name].append(NewMask(new, ~new.bits))", "made[name].append(NewMask(new, None))", "tests/dist/test_custom.py -k own_update_mask"),
+    M("sparsifiers/step.py", "new_masks[name].append(NewMask(new, ~new.bits))", "new_masks[name].append(NewMask(new, None))", "tests/dist/test_custom.py -k own_update_mask"),
     M("sparsifiers/pieces.py", "= holders[0] == rank_in(data.ranks), len", "= True, len", "tests/dist/test_golden.py -k 2-data_parallel"),
     # -- groups
     # ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """New masks of many tables over many ranks: score, select, mask.
 
-:func:`score_tables` is the local half. It reads each shard once, in chunks; of a shard with kept
+:func:`score_tables` is the local half. It rescores each shard once, in chunks; of a shard with kept
 scores only the rows written since the last update. It communicates and changes nothing, so all
 ranks can still stop on an error. :func:`new_masks` is the collective half, in three steps. Neither
 writes to weights or to old masks.
@@ -29,7 +29,7 @@ from dist_sparse.masking.cuts import (
 )
 from dist_sparse.masking.device import flat_width, on_host, pieces_on, too_large
 from dist_sparse.masking.flat_scores import FlatScores
-from dist_sparse.masking.kept_scores import Keeping, KeptScores
+from dist_sparse.masking.kept_scores import Caching, ScoreCache
 from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.scores import (
     HISTOGRAM,
@@ -72,23 +72,23 @@ class Goal:
         data: the table as it is stored now.
         block: the sparse block, in elements.
         k: number of blocks to prune; in a pool of tables, on average.
-        most: in a pool, the maximum number of blocks to prune in this table.
-        zeros: elements removed in a pruned block; the block's area removes the whole block, also a
-            smaller one at the edge.
+        max_blocks: in a pool, the maximum number of blocks to prune in this table.
+        zeros_per_block: number of elements removed in a pruned block. With the block's area, whole
+            blocks are removed, also smaller ones at the edge.
         measure: how elements are scored.
         whole_columns: blocks are as high as the table.
-        keeping: by shard, the scores that are kept from one mask update to the next.
+        caches: by shard, the scores that are kept from one mask update to the next.
         only_zeros: prune no block that scores more than 0.
     """
 
     data: ShardedData
     block: Block
     k: int
-    most: int
-    zeros: int
+    max_blocks: int
+    zeros_per_block: int
     measure: scoring.Measure
     whole_columns: bool = False
-    keeping: Mapping[Rect, Keeping] = field(default_factory=dict)
+    caches: Mapping[Rect, Caching] = field(default_factory=dict)
     only_zeros: bool = False
 
     @property
@@ -101,12 +101,12 @@ class Goal:
         return self.grid.blocks
 
     @property
-    def price(self) -> int:
+    def bytes_per_block(self) -> int:
         """Bytes of weights that each pruned block removes."""
-        return min(self.zeros, self.block[0] * self.block[1]) * self.data.dtype.itemsize
+        return min(self.zeros_per_block, math.prod(self.block)) * self.data.dtype.itemsize
 
     @property
-    def shows_zeros(self) -> bool:
+    def scores_show_zeros(self) -> bool:
         """Whether a block that was removed before and scores 0 is zero already. Newly removed
         blocks are always zeroed.
 
@@ -120,7 +120,7 @@ class Goal:
     @property
     def by_element(self) -> bool:
         """Whether the masks are not constant on blocks."""
-        return self.zeros < self.block[0] * self.block[1]
+        return self.zeros_per_block < math.prod(self.block)
 
 
 @dataclass
@@ -140,10 +140,10 @@ class ScoredTable:
     segments: dict[Rect, Segment] = field(default_factory=dict)
     threshold: Threshold = NOTHING
 
-    def kept_scores(self, rect: Rect) -> KeptScores | None:
+    def score_cache(self, rect: Rect) -> ScoreCache | None:
         """Return the kept scores of a shard, if any. A table with cut blocks has none."""
-        keeping = self.goal.keeping
-        return keeping[rect].kept if rect in keeping and self.cuts is None else None
+        caches = self.goal.caches
+        return caches[rect].cache if rect in caches and self.cuts is None else None
 
 
 class NewMasks(NamedTuple):
@@ -232,17 +232,19 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False)
 
 def _find_thresholds(scored: Sequence[ScoredTable], group: Group, pooled: bool) -> None:
     """Set the threshold of every table. Collective over ``group``."""
-    # With nothing to remove there is no pool: each ``k`` is 0, while ``most`` is not.
-    need = sum(table.goal.k * table.goal.price for table in scored) if pooled else 0
+    # If there is nothing to remove, there is no pool: each ``k`` is 0, while ``max_blocks`` is not.
+    need = sum(table.goal.k * table.goal.bytes_per_block for table in scored) if pooled else 0
     candidates = []
     for table in scored:
         goal = table.goal
         segments = [*table.segments.values()]
         if table.cuts is not None:
             segments += table.cuts.owned.segments
-        k = goal.most if need else goal.k
+        k = goal.max_blocks if need else goal.k
         candidates.append(
-            Candidates(goal.data.name, k, goal.blocks, segments, goal.only_zeros, goal.price)
+            Candidates(
+                goal.data.name, k, goal.blocks, segments, goal.only_zeros, goal.bytes_per_block
+            )
         )
     thresholds = select_smallest(candidates, group, need)
     for table, threshold in zip(scored, thresholds, strict=True):
@@ -259,7 +261,7 @@ def _read_histograms(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) 
         ValueError: a score is negative or not finite.
     """
     segments = [segment for table in tables for segment in table.segments.values()]
-    # Together, as each wait would cost more than the copy.
+    # All are copied together: each wait would cost more than the copy.
     read = on_host([*(segment.histogram for segment in segments), *extremes])
     # Zeros in front, as a rank may hold no shard: torch takes no empty list.
     histograms = [torch.zeros(HISTOGRAM, dtype=torch.int64), *read[: len(segments)]]
@@ -290,7 +292,7 @@ def _pass_of(table: ScoredTable) -> _Pass:
         measure = goal.measure.squares, totals.total.dtype, totals.of_elements
     common = data.ranks, tensor.device, data.dtype, *measure
     width = flat_width(rect, goal.block, tensor)
-    # Not float64: kernels read weights as float32, which is exact for shorter types only.
+    # Kernels read weights as float32, which is not exact for float64.
     if width is not None and data.dtype != torch.float64:
         return _Pass(_score_flat, (*common, width))
     # Blocks of one row do not reach into the table below. Single elements need no copy of their
@@ -315,7 +317,7 @@ def _add_batch(tables: Sequence[ScoredTable], batch: Batch) -> None:
     counts = batch.first_histograms()
     for i, (table, histogram) in enumerate(zip(tables, counts, strict=True)):
         # Scores that the batch does not hold are computed again, for ties that kernels do not list.
-        segment = _add_segment(table, table.goal.data.shards[0], reads=not batch.held)
+        segment = _add_segment(table, table.goal.data.shards[0], rescores=not batch.held)
         if batch.held:
             segment.add(batch.held[i].view(-1, len(segment.columns)))
         segment.batch, segment.number, segment.histogram = batch, i, histogram
@@ -385,10 +387,10 @@ def _score_alone(tables: Sequence[ScoredTable]) -> list[Tensor]:
 def _score_shard(table: ScoredTable, shard: Shard) -> list[Tensor]:
     """Score a shard, and store in ``table.cuts`` what the owners of its cut blocks need."""
     goal = table.goal
-    kept = table.kept_scores(shard.rect)
-    if kept is not None:
-        kept.update(shard, goal.keeping[shard.rect], partial(_score_all, goal, shard))
-        kept.fill(_add_segment(table, shard))
+    cache = table.score_cache(shard.rect)
+    if cache is not None:
+        cache.update(shard, goal.caches[shard.rect], partial(_score_all, goal, shard))
+        cache.fill(_add_segment(table, shard))
         return []
     if table.cuts is not None:
         segment = _add_segment(table, shard)
@@ -397,7 +399,7 @@ def _score_shard(table: ScoredTable, shard: Shard) -> list[Tensor]:
         _score_slabs(goal, shard, cut)
         return [extremes]
     again = _scores_again(goal, shard)
-    segment = _add_segment(table, shard, reads=again)
+    segment = _add_segment(table, shard, rescores=again)
     segment.histogram, extremes = _score_blocks(goal, shard, None if again else segment.add)
     return [extremes]
 
@@ -411,8 +413,8 @@ def _scores_again(goal: Goal, shard: Shard) -> bool:
     return too_large(4 * grid_of(shard.rect, goal.block).blocks, shard.tensor.nbytes)
 
 
-def _add_segment(table: ScoredTable, shard: Shard, reads: bool = False) -> Segment:
-    """Return the segment for the scores of a shard; with ``reads``, each pass computes them
+def _add_segment(table: ScoredTable, shard: Shard, rescores: bool = False) -> Segment:
+    """Return the segment for the scores of a shard; with ``rescores``, each pass computes them
     again."""
     goal, grid = table.goal, grid_of(shard.rect, table.goal.block)
     segment = table.segments[shard.rect] = Segment(
@@ -420,7 +422,7 @@ def _add_segment(table: ScoredTable, shard: Shard, reads: bool = False) -> Segme
         range(grid.col, grid.col_end),
         goal.grid.cols,
         shard.tensor.device,
-        read=partial(_bits_again, goal, shard) if reads else None,
+        read=partial(_rescore, goal, shard) if rescores else None,
         counts=shard.rect in table.owned,
     )
     return segment
@@ -452,23 +454,26 @@ def _cut_indices(borders: Iterable[int], size: int) -> tuple[int, ...]:
 def _cut_by_columns(goal: Goal) -> str:
     borders = sorted({rect.col for rect in goal.data.rects} - {0})
     common = math.gcd(*borders)
-    # At most 64: nobody reads a longer list.
+    # At most 64: nobody rescores a longer list.
     fits = [width for width in range(1, min(goal.block[1], 64)) if common % width == 0]
     return (
-        f"Table {goal.data.name!r}: zeros_per_block={goal.zeros} is smaller than the block"
-        f" {goal.block}, so a column border may not cut blocks, but borders are at columns"
+        f"Table {goal.data.name!r}: zeros_per_block={goal.zeros_per_block} is smaller than the"
+        f" block {goal.block}, so a column border may not cut blocks, but borders are at columns"
         f" {borders}; block widths that fit: {fits}."
     )
 
 
 def _score_blocks(
-    goal: Goal, shard: Shard, hold: Callable[[Tensor], None] | None, cut: Partials | None = None
+    goal: Goal,
+    shard: Shard,
+    on_scores: Callable[[Tensor], None] | None,
+    cut: Partials | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the histogram of the scores of a shard's whole blocks, and the least and largest
     scores of its pieces. Fill ``cut`` with the partial sums of the other blocks.
 
     Args:
-        hold: called with each piece of the scores, KEPT for cut blocks.
+        on_scores: called with each piece of the scores, KEPT for cut blocks.
     """
     device = shard.tensor.device
     histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=device)
@@ -484,8 +489,8 @@ def _score_blocks(
                 continue  # nothing to hold: _note_decision() adds the decision itself
             cut.mark(bits, first)
         histogram += scoring.first_histogram(bits.view(-1), scratch)
-        if hold is not None:
-            hold(bits)
+        if on_scores is not None:
+            on_scores(bits)
     if cut is not None:
         # The blocks marked KEPT. Their owner counts them. A NaN, counted here too, is in extremes.
         histogram[-1].zero_()
@@ -536,7 +541,7 @@ def _score_all(goal: Goal, shard: Shard) -> tuple[Tensor, Tensor]:
     return torch.cat(pieces), histogram
 
 
-def _bits_again(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
+def _rescore(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
     """Yield ``(start, scores)`` of a shard without cut blocks, int32, flat."""
     for first, bits in _score_pieces(goal, shard):
         yield first * bits.shape[1], bits.view(-1)
@@ -571,7 +576,9 @@ def _decide(goal: Goal, threshold: Threshold, own: Owned) -> Decision:
     for i, (segment, elements) in own.slabs.items():
         removed = _removed(threshold, segment)
         if goal.by_element:
-            slabs[i] = scoring.smallest_in_blocks(elements.float(), removed, goal.block, goal.zeros)
+            slabs[i] = scoring.smallest_in_blocks(
+                elements.float(), removed, goal.block, goal.zeros_per_block
+            )
         else:
             slabs[i] = removed.flatten()
     return Decision(_removed(threshold, own.columns), slabs)
@@ -623,21 +630,21 @@ def _new_mask(table: ScoredTable, shard: Shard, batch_masks: BatchMasks) -> NewM
         mask = BlockMask(rect, goal.block, kept)
         mask.learn_removes(removes)
         # If a score of 0 does not mean zero weights, all that is removed is written.
-        return NewMask(mask, dirty if goal.shows_zeros else ~kept)
+        return NewMask(mask, dirty if goal.scores_show_zeros else ~kept)
     slabs: dict[int, Tensor] = {}
     if table.cuts is not None:
         slabs = table.cuts.decisions[rect].slabs
         _note_decision(table.cuts, segment, rect)
     if goal.by_element:
         return _mask_of_elements(table, shard, slabs)
-    dirty_blocks: Dirty = "nonzero" if goal.shows_zeros else "removed"
+    dirty_blocks: Dirty = "nonzero" if goal.scores_show_zeros else "removed"
     # An accelerator writes all that is removed, in one pass, without a list. And with a threshold
     # of 0, all that is removed scores 0, so it is zero already.
-    if not shard.tensor.is_cpu or (goal.shows_zeros and threshold.bits == 0):
+    if not shard.tensor.is_cpu or (goal.scores_show_zeros and threshold.bits == 0):
         dirty_blocks = None
-    scores = table.kept_scores(rect)
-    if scores is not None:
-        return scores.new_mask(rect, goal.block, segment, threshold, dirty_blocks)
+    cache = table.score_cache(rect)
+    if cache is not None:
+        return cache.new_mask(rect, goal.block, segment, threshold, dirty_blocks)
     return mask_of_blocks(rect, goal.block, segment, threshold, dirty_blocks)
 
 
@@ -667,18 +674,20 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, slabs: Mapping[int, Tens
         slabs: removed flags in cut block rows, decided by the ranks that own them.
     """
     goal = table.goal
-    segment = table.segments[shard.rect]
     rect = shard.rect
+    segment = table.segments[rect]
     height = goal.block[0]
     grid = grid_of(rect, goal.block)
     kept = BitWriter(rect.numel, shard.tensor.device)
     for start, stop in scoring.row_chunks(rect, goal.block, shard.tensor.device):
         first = (rect.row + start) // height - grid.row
-        bits = segment.rows(first, first - (start - stop) // height)
+        bits = segment.rows(first, first + math.ceil((stop - start) / height))
         chosen = table.threshold.removes(segment, first * grid.cols, bits.flatten()).view_as(bits)
         offset = rect.row + start, rect.col
         scores = scoring.element_scores(shard.tensor[start:stop], goal.measure, offset)
-        removed = scoring.smallest_in_blocks(scores.float(), chosen, goal.block, goal.zeros)
+        removed = scoring.smallest_in_blocks(
+            scores.float(), chosen, goal.block, goal.zeros_per_block
+        )
         for i, flags in slabs.items():
             # The first row of the slab in this shard, counted from the chunk.
             top = max(i * height, rect.row) - rect.row - start

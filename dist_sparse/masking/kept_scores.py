@@ -65,7 +65,7 @@ class Written(Protocol):
         ...
 
 
-class KeptScores:
+class ScoreCache:
     """Scores of the blocks of one shard.
 
     Args:
@@ -91,7 +91,7 @@ class KeptScores:
     def update(
         self,
         shard: Shard,
-        keeping: Keeping,
+        caching: Caching,
         score_all: Callable[[], tuple[Tensor, Tensor]],
     ) -> None:
         """Score the rows that were written. Score every row if any may have been written, or if
@@ -99,16 +99,16 @@ class KeptScores:
 
         Args:
             shard: live.
-            keeping: of the shard.
+            caching: of the shard.
             score_all: returns the scores of all rows and their histogram. If it raises, nothing is
                 kept.
         """
-        table = keeping.shape, keeping.block
-        scored_for = shard.tensor.data_ptr(), shard.rect, table, keeping.version
+        table = caching.shape, caching.block
+        scored_for = shard.tensor.data_ptr(), shard.rect, table, caching.version
         rows: Tensor | None = None
-        if scored_for == self._scored_for and self.age + 1 < keeping.full_every:
+        if scored_for == self._scored_for and self.age + 1 < caching.full_every:
             rows = self.written.rows()
-        if self._score(shard, keeping, rows):
+        if self._score(shard, caching, rows):
             self.age += 1
         else:
             # Forget first: score_all() may raise.
@@ -183,21 +183,21 @@ class KeptScores:
             mask = mask.changed(places, ~removed)
         return mask
 
-    def _score(self, shard: Shard, keeping: Keeping, rows: Tensor | None) -> bool:
+    def _score(self, shard: Shard, caching: Caching, rows: Tensor | None) -> bool:
         """Score these rows, and return True. Return False, with nothing changed, if ``rows`` is
         None (any row may have been written), if there are many, or if a score is negative or not
         finite: scoring all rows then reports it."""
         if rows is None or rows.numel() * _MANY >= shard.rect.rows:
             return False
-        mask = keeping.masks[shard.rect]
+        mask = caching.masks[shard.rect]
         zeros = rows[:0]
-        by_norm = isinstance(keeping.measure, str)
-        if by_norm and mask.grid.cols == 1 and mask.block == keeping.block:
+        by_norm = isinstance(caching.measure, str)
+        if by_norm and mask.grid.cols == 1 and mask.block == caching.block:
             # Removed rows were zeroed before scoring, so they score 0 without being read.
             kept = mask.keeps(rows)
             rows, zeros = rows.masked_select(kept), rows.masked_select(~kept)
-        cols = grid_of(shard.rect, keeping.block).cols
-        scored = _scores_of_rows(shard, keeping, rows)
+        cols = grid_of(shard.rect, caching.block).cols
+        scored = _scores_of_rows(shard, caching, rows)
         new = torch.cat([torch.zeros(len(zeros), cols), *scored]).view(torch.int32).view(-1)
         # The bits of negative floats are negative integers.
         if bool(((new < 0) | (new >= NOT_FINITE)).any()):
@@ -213,9 +213,9 @@ class KeptScores:
         return True
 
 
-def _scores_of_rows(shard: Shard, keeping: Keeping, rows: Tensor) -> Iterator[Tensor]:
+def _scores_of_rows(shard: Shard, caching: Caching, rows: Tensor) -> Iterator[Tensor]:
     """Yield the scores of some rows of a shard, float32 ``(n, block columns)``."""
-    shape, block, measure = keeping.shape, keeping.block, keeping.measure
+    shape, block, measure = caching.shape, caching.block, caching.measure
     grid = grid_of(shard.rect, block)
     widths = block_widths(shape, block, torch.arange(grid.col, grid.col + grid.cols))
     for some in torch.split(rows, max(1, ON_CPU.elements // shard.rect.cols)):
@@ -230,11 +230,11 @@ def _scores_of_rows(shard: Shard, keeping: Keeping, rows: Tensor) -> Iterator[Te
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """The kept scores of one shard, and how its written rows are scored.
+class Caching:
+    """The score cache of one shard, and how its written rows are scored.
 
     Args:
-        kept: its scores so far.
+        cache: the scores of the last update.
         measure: how elements are scored.
         version: everything else that the scores depend on. If it changes, every row is scored.
         shape: of the whole table.
@@ -243,7 +243,7 @@ class Keeping:
         full_every: at least one of so many updates scores every row.
     """
 
-    kept: KeptScores
+    cache: ScoreCache
     measure: RowMeasure
     version: object
     shape: tuple[int, int]

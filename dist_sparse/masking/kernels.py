@@ -211,7 +211,7 @@ def _launch(
     table = sent([*chain.from_iterable(jobs)], device)
     # Triton launches on the current device, wherever its arguments are.
     with torch.cuda.device(device):
-        # Without fused multiply-adds, which would not round a product before it is added.
+        # No fused multiply-adds: they would not round a product before it is added.
         kernel[(programs, len(jobs))](
             table, *outputs, **constants, num_warps=4, enable_fp_fusion=False
         )

@@ -439,7 +439,7 @@ class BlockMask:
         first, last = self.grid.row, self.grid.row + self.grid.rows
         edges = torch.arange(first, last + 1, device=dead.device) * height
         repeats = edges.clamp(self.rect.row, self.rect.row_end).diff()
-        # Without the size, torch would wait for the device to sum the repeats.
+        # If the size were not given, torch would wait for the device to sum the repeats.
         return dead.repeat_interleave(repeats, output_size=self.rect.rows)
 
     def _dead_block_rows(self) -> Tensor:

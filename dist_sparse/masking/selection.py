@@ -277,7 +277,7 @@ class _ScoreSearch(_Search):
         self.table = table
         self.counted = [segment for segment in table.segments if segment.counts]
         self.last_index: int | None = None
-        # By segment, copies of the scores in the bucket, if they are few.
+        # Copies of the scores in the bucket, by segment, if they are few.
         self._copied: dict[Segment, list[Tensor]] = {}
 
     def want_only_zeros(self, zeros: int) -> None:

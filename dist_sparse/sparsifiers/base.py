@@ -30,7 +30,7 @@ from dist_sparse.sparsifiers.dense_store import (
 from dist_sparse.sparsifiers.masks import Configs, Masks, Recorder
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import mapping_of, tables_of
-from dist_sparse.sparsifiers.step import MaskMaker
+from dist_sparse.sparsifiers.step import MaskUpdater
 from dist_sparse.tables.modules import ModelTables, TensorSource, is_sharded
 from dist_sparse.tables.shards import ShardedData, Source
 
@@ -48,7 +48,7 @@ _UNSAVED = {"masks", "step"}
 Found = TypeVar("Found")
 
 
-class BaseDataSparsifier(MaskMaker):
+class BaseDataSparsifier(MaskUpdater):
     """Keeps a mask for every registered tensor. Subclasses define :meth:`update_mask`.
 
     Args:
@@ -437,7 +437,7 @@ class BaseDataSparsifier(MaskMaker):
             plain = saved["state"].keys()
             both = sorted(plain & {*packed.names})
             trains = (
-                f"Copies of the plain data {sorted(plain)} in the state would replace the tensors"
+                f"Plain data {sorted(plain)} in the state would replace the tensors"
                 " that train: detach() the enforcer, load, add_data() the tensors again, attach()."
             )
             taken = f"The state has plain data of the names {both}, sharded tables here."

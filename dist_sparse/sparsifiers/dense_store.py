@@ -25,7 +25,7 @@ class Masked(nn.Module):
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        # Not in the state of the container: it is saved once, in the sparsifier's own state.
+        # The container's state has no mask: it is saved once, in the sparsifier's own state.
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def _fill(
             for key, buffer in tensors.items()
             if key.startswith(f"{prefix}0.")
         }
-        # Not strict: the default parametrization has no buffers in its state.
+        # strict=False: the default parametrization has no buffers in its state.
         _parametrizations(container, name).load_state_dict(kept, strict=False)
 
 

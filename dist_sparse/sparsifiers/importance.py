@@ -113,7 +113,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 " 'L2'."
             )
         self.scope, self.floors = scope, dict(floors or {})
-        # By table, the totals of this rank's shards; set during a mask update only.
+        # The totals of this rank's shards, by table. It is set during a mask update only.
         self._totals: dict[str, list[RowTotals]] = {}
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
@@ -177,7 +177,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         finally:
             # Views of live storage, which may be replaced before the next mask update.
             self._totals = {}
-        # Only after a mask update that has succeeded, on all ranks alike.
+        # Counts age only after a mask update that has succeeded, on all ranks alike.
         if self.enable_mask_update and self.decay < 1:
             self._age_counts()
 
@@ -253,7 +253,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         """
         if self.scored_by == "norm":
             return {}
-        # For "frequency" too: it raises without an enforcer, which counts the lookups.
+        # Call it for "frequency" too: it raises without an enforcer, which counts the lookups.
         sums = self.sums()
         totals = {}
         for name, data in located.items():

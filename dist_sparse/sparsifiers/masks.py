@@ -314,8 +314,8 @@ class LastUpdate:
         moved = [name for name, one in self.before.items() if located[name].tiling != one.tiling]
         if moved:
             raise ValueError(
-                f"The shards of the tables {moved} have moved since the last mask update, which"
-                " can't be undone now: call guard() before tables are resharded."
+                f"Tables {moved} have moved: the last mask update can't be undone."
+                " Call guard() before a reshard."
             )
 
     @torch.no_grad()
@@ -555,13 +555,12 @@ def _report_revived(counts: str, *, enforced: bool) -> None:
     """Raise for removed weights that an enforcer would not have left nonzero; warn of others."""
     if enforced:
         raise ValueError(
-            f"Masks and weights differ, although an enforcer is attached. {counts}. They were"
-            " written in a way that torch does not count, such as through .data;"
-            " sparsifier.apply_masks() zeroes them."
+            f"Masks and weights differ, although an enforcer is attached. {counts}. torch"
+            " does not count writes through .data; apply_masks() zeroes them."
         )
     warnings.warn(
         f"Masks and weights differ. {counts}: no enforcer is attached, so what optimizers revive"
-        " stays until sparsifier.apply_masks().",
+        " stays until apply_masks().",
         stacklevel=4,
     )
 

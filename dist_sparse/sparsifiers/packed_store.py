@@ -69,7 +69,7 @@ class TableMasks:
     def owned(self) -> list[Held]:
         """The masks and counts of the shards that this rank owns, once each."""
         here = {held.mask.rect: held for held in self.shards}
-        # Not by a Group: making one is collective, and this is local.
+        # A Group would know the rank too, but making one is collective, and this is local.
         return [here[rect] for rect in owners(self.tiling)[rank_in(self.ranks)]]
 
     @property
@@ -155,8 +155,8 @@ class TableMasks:
             shards = self._assembled(data, block, saved)
         except ValueError as error:
             raise ValueError(
-                f"Table {data.name!r}: {error} Outside a checkpoint of"
-                " torch.distributed.checkpoint, a state_dict() has only the bits of its own rank."
+                f"Table {data.name!r}: {error} Outside a DCP"
+                " checkpoint, a state_dict() has only its own rank's bits."
             ) from error
         removed = entry.get("removed")
         updates = entry.get("updates", 0)
@@ -199,7 +199,7 @@ class PackedStore:
         """The tables' names by the global ranks that hold them. The order is the same on all ranks,
         larger groups come later."""
         groups: dict[Ranks, list[str]] = {}
-        # By name: ranks may have registered in another order.
+        # Sorted by name: ranks may have registered tables in another order.
         for name in sorted(self._tables):
             groups.setdefault(self._tables[name].ranks, []).append(name)
         return dict(sorted(groups.items(), key=_by_size))
@@ -550,15 +550,15 @@ class PackedStore:
         if data.shape != shape:
             raise ValueError(
                 f"Table {data.name!r} was registered with the shape {shape} and has {data.shape}"
-                " now: its mask does not fit. Make a new sparsifier and register the model again."
+                " now. Register the model with a new sparsifier."
             )
 
     def _masks_in_place(self, name: str) -> list[BlockMask]:
         """Return :meth:`masks` without communication. Raise if they would need to be resharded."""
         if self.moved({name: self.find(name)}):
             raise ValueError(
-                f"The shards of table {name!r} have moved since its masks were last used: call"
-                " step(), apply_masks() or table_stats() on every rank first."
+                f"Table {name!r} has moved: call step(), apply_masks() or"
+                " table_stats() on every rank first."
             )
         return self.masks(name)
 

@@ -255,7 +255,7 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         # Refused, because a newer release may give the other keys another meaning.
         if unknown := sorted(set(entry) - {"shape", "block", "updates", "removed", "config"}):
             raise ValueError(
-                f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer"
+                f"Table {name!r}: the state has unknown keys {unknown}: it may be of a newer"
                 " release."
             )
         integer("updates", entry.get("updates", 0), least=0, of=name)
@@ -292,8 +292,8 @@ def saved_pieces(
     saved = _checked(masks, "the state has no mask of it.")
     if saved.loaded is not None and block != registered:
         raise ValueError(
-            f"its masks were saved by blocks {block}, and it is registered by {registered}:"
-            " register it with the sparse_block_shape of the checkpoint."
+            f"its masks were saved by blocks {block}, not {registered}: register it with the"
+            " checkpoint's sparse_block_shape."
         )
     pieces = []
     for i, entry in enumerate(saved.kept):
@@ -391,7 +391,7 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
 
 def ints(key: str, value: Any, count: int, least: int) -> tuple[int, ...]:
     """Return a sequence of ints of a state, checked."""
-    # By type, because bool is an int too.
+    # isinstance() would accept a bool as an int.
     is_ints = isinstance(value, (tuple, list)) and [*map(type, value)] == [int] * count
     if is_ints and min(value) >= least:
         return tuple(value)

@@ -29,7 +29,7 @@ from dist_sparse.masking.block_masks import (
     new_masks,
     score_tables,
 )
-from dist_sparse.masking.kept_scores import Keeping, KeptScores, RowMeasure, Written
+from dist_sparse.masking.kept_scores import Caching, RowMeasure, ScoreCache, Written
 from dist_sparse.masking.scores import Measure, worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.masks import Configs
@@ -117,8 +117,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         **defaults: Any,
     ) -> None:
         sparse_block_shape = _shape_of(sparse_block_shape)
-        # Of shards whose writes an enforcer tracks.
-        self._kept_scores: dict[tuple[str, Rect], KeptScores] = {}
+        # The score caches of shards whose writes an enforcer tracks.
+        self._caches: dict[tuple[str, Rect], ScoreCache] = {}
         self._whole_blocks = zeros_per_block is None
         # A number in the configuration, as in the ancestor's.
         if zeros_per_block is None:
@@ -178,33 +178,33 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Score this rank's shards: the local half of a mask update."""
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
-        goals = self._with_kept_scores(goals)
+        goals = self._with_caches(goals)
         return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
 
-    def _with_kept_scores(self, goals: Mapping[str, Goal]) -> dict[str, Goal]:
+    def _with_caches(self, goals: Mapping[str, Goal]) -> dict[str, Goal]:
         """Return the goals of a mask update, with kept scores where they can be used."""
         if integer("full_every", self.full_every, least=1) == 1:
             return dict(goals)
-        # Starts empty: what _keeping() does not take over is forgotten. Without an enforcer, that
+        # Starts empty: what _caching() does not take over is forgotten. Without an enforcer, that
         # is everything.
-        before = self._kept_scores
-        self._kept_scores = {}
+        before = self._caches
+        self._caches = {}
         written = self.masks.hooks.written()
         kept = dict(goals)
         for name, goal in goals.items():
             # A mask by element reads the weights of every row anyway. Replicas must score alike,
             # whatever their ranks have kept.
             if not (goal.by_element or goal.data.replicated):
-                kept[name] = replace(goal, keeping=self._keeping(name, goal, written, before))
+                kept[name] = replace(goal, caches=self._caching(name, goal, written, before))
         return kept
 
-    def _keeping(
+    def _caching(
         self,
         name: str,
         goal: Goal,
         written: Mapping[int, Written],
-        before: Mapping[tuple[str, Rect], KeptScores],
-    ) -> dict[Rect, Keeping]:
+        before: Mapping[tuple[str, Rect], ScoreCache],
+    ) -> dict[Rect, Caching]:
         """Return the kept scores of a table, by shard.
 
         Args:
@@ -212,7 +212,7 @@ class ScoreSparsifier(BaseDataSparsifier):
                 tracked.
             before: the scores kept so far.
         """
-        keeping: dict[Rect, Keeping] = {}
+        caching: dict[Rect, Caching] = {}
         masks = {mask.rect: mask for mask in self.masks.tables.masks(name)}
         for shard in goal.data.shards:
             rect = shard.rect
@@ -222,15 +222,15 @@ class ScoreSparsifier(BaseDataSparsifier):
             scoring = self.row_measure(name, shard)
             if scoring is None:
                 continue
-            scores = before.get((name, rect), KeptScores(tracked))
+            scores = before.get((name, rect), ScoreCache(tracked))
             if scores.written is not tracked:
                 # Rows written before this tracking began are unknown: the kept scores are void.
-                scores = KeptScores(tracked)
-            self._kept_scores[name, rect] = scores
-            keeping[rect] = Keeping(
+                scores = ScoreCache(tracked)
+            self._caches[name, rect] = scores
+            caching[rect] = Caching(
                 scores, *scoring, goal.data.shape, goal.block, masks, self.full_every
             )
-        return keeping
+        return caching
 
     def row_measure(self, name: str, shard: Shard) -> RowScoring | None:
         """Return how any selection of a shard's rows is scored, and the version of these scores.
@@ -258,7 +258,7 @@ class ScoreSparsifier(BaseDataSparsifier):
                 self.masks.enforcer.settle()
                 located = self.masks.tables.locate()
                 kept = self.score_tables(located, self.data_groups).values()
-                fresh = _scored_by_goal(replace(table.goal, keeping={}) for table in kept)
+                fresh = _scored_by_goal(replace(table.goal, caches={}) for table in kept)
                 for one, other in zip(kept, fresh, strict=True):
                     _check_kept(one, other)
         return super().audit()
@@ -266,7 +266,7 @@ class ScoreSparsifier(BaseDataSparsifier):
     def apply_masks(self) -> None:
         super().apply_masks()
         # Users call it after writes that torch does not count, which no tracking sees.
-        self._kept_scores = {}
+        self._caches = {}
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         """Return what one bit of a new table's masks stands for: a sparse block, or an element.
@@ -275,7 +275,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             ValueError: no mask update could follow the configuration, or ``update_mask`` is a
                 user's own.
         """
-        # Of plain data, as in the ancestor, update_mask may be a user's own.
+        # Plain data may have a user's own update_mask, as in the ancestor.
         if type(self).update_mask is not ScoreSparsifier.update_mask:
             raise ValueError(
                 f"{type(self).__name__} defines update_mask() below ScoreSparsifier, which would"
@@ -304,14 +304,14 @@ class ScoreSparsifier(BaseDataSparsifier):
         if self.scope != "global":
             return
         groups = list(self.masks.tables.groups.values())
-        # In bytes, because tables differ in width and dtype.
+        # Count bytes, because tables differ in width and dtype.
         need = most = 0
         for goal in goals.values():
-            need += goal.k * goal.price
-            most += goal.most * goal.price
+            need += goal.k * goal.bytes_per_block
+            most += goal.max_blocks * goal.bytes_per_block
         apart = f"scope='global' needs tables over the same ranks; these are apart: {groups}."
         too_much = (
-            f"The levels remove {need} bytes in total, but at most {most} may be removed: each"
+            f"The levels remove {need} bytes, but at most {most} may be removed: each"
             f" table keeps one block, and its floor in {dict(self.floors)}."
         )
         rotated = "scope='global' can't compare rotated columns, which are removed by position."
@@ -342,10 +342,10 @@ class ScoreSparsifier(BaseDataSparsifier):
         return Goal(
             data=data,
             block=block,
-            # In a pool, ``k`` is an average over the tables, and ``most`` limits this one.
+            # In a pool, ``k`` is an average over the tables, and ``max_blocks`` limits this one.
             k=k if self.scope == "global" else min(k, most),
-            most=most,
-            zeros=max(zeros, 1),
+            max_blocks=most,
+            zeros_per_block=max(zeros, 1),
             measure=self._measure_of(data, config),
             whole_columns=whole_columns,
             only_zeros=only_zeros,
@@ -359,7 +359,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         """
         raise ValueError(
             f"Table {data.name!r}: the level 'untouched' needs an ImportanceSparsifier with"
-            " score='accumulator' (tables stepped by Adagrad) or 'frequency' (fused tables)."
+            " score='accumulator' or 'frequency'."
         )
 
     def _most_removed(self, data: ShardedData, block: Block, blocks: int, level: float) -> int:
@@ -469,7 +469,7 @@ def _check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
         ValueError: they differ; names table and row.
     """
     for rect in fresh.segments:
-        if (kept := table.kept_scores(rect)) is None:
+        if (kept := table.score_cache(rect)) is None:
             continue
         # Bit for bit: scores are float32 as int32.
         expected = torch.cat([bits for _, bits in fresh.segments[rect].chunks()])
@@ -478,8 +478,8 @@ def _check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
             row = rect.row + int(wrong[0]) // kept.scores.bits.shape[1]
             raise ValueError(
                 f"Table {table.goal.data.name!r}: {len(wrong)} kept scores differ from those of the"
-                f" weights, the first in row {row}: torch did not count a write to the weights."
-                " apply_masks() scores every row again; full_every=1 keeps no scores."
+                f" weights, first in row {row}: torch missed a write. apply_masks()"
+                " scores every row again."
             )
 
 

@@ -35,16 +35,16 @@ from dist_sparse.tables.shards import (
 PlainMasks = list[tuple[Tensor, Tensor]]
 
 # For each group its facts, which must be equal on all of its ranks, and the names of its tables.
-Noted = Sequence[tuple[Facts, list[str]]]
+GroupFacts = Sequence[tuple[Facts, list[str]]]
 
 
 _DRIFTED = (
-    "Replicas have drifted from their first holder's: {places}. Nothing was changed. Load the same"
+    "Replicas have drifted from their first holder's: {places}. Nothing was changed. Load one"
     " checkpoint on all ranks, or broadcast weights and optimizer state."
 )
 
 
-class MaskMaker(abc.ABC):
+class MaskUpdater(abc.ABC):
     """The attributes and methods of a sparsifier that mask updates and loads use. See
     :class:`~dist_sparse.extend.BaseDataSparsifier`."""
 
@@ -103,17 +103,17 @@ class MaskMaker(abc.ABC):
             located: the sharded tables as they are stored now, by name.
             configs: name -> configuration.
         """
-        made: dict[str, list[NewMask]] = {}
+        new_masks: dict[str, list[NewMask]] = {}
         for name, data in located.items():
-            made[name] = []
+            new_masks[name] = []
             for shard, before in zip(data.shards, self.masks.tables.masks(name), strict=True):
                 mask = before.dense()
                 with self.masks.tables.editing(name, mask):
                     self.update_mask(name, shard.tensor, **configs[name])
                 new = BlockMask.of_elements(shard.rect, mask)
                 # A user's rule may remove weights that are not zero: write all removed ones.
-                made[name].append(NewMask(new, ~new.bits))
-        return made
+                new_masks[name].append(NewMask(new, ~new.bits))
+        return new_masks
 
     def select_masks(self, scored: Any, names: list[str], group: Group) -> Mapping[str, NewMasks]:
         """Return the new masks of ``names``, which are stored over ``group``: the collective half
@@ -122,7 +122,7 @@ class MaskMaker(abc.ABC):
 
 
 @torch.no_grad()
-def update_masks(sparsifier: MaskMaker) -> None:
+def update_masks(sparsifier: MaskUpdater) -> None:
     """Update every mask. Collective over the groups of the sharded tables: every rank must call it.
 
     Raises:
@@ -137,12 +137,12 @@ def update_masks(sparsifier: MaskMaker) -> None:
     before: PlainMasks = []
     try:
         with nullcontext() if recorder is None else recorder.step():
-            located, made = make_masks(sparsifier, before)
+            located, new_masks = make_masks(sparsifier, before)
             if recorder is not None:
-                recorder.note(packed, located, made, sparsifier.data_groups)
+                recorder.note(packed, located, new_masks, sparsifier.data_groups)
             if masks.undo is not None:
-                masks.undo.keep(masks, located, made)
-            _apply(packed, located, made)
+                masks.undo.keep(masks, located, new_masks)
+            _apply(packed, located, new_masks)
     except BaseException:
         # KeyboardInterrupt too: no mask of plain data may stay half edited.
         for mask, old in before:
@@ -151,7 +151,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
     masks.hooks.end_step()
 
 
-def make_masks(sparsifier: MaskMaker, before: PlainMasks) -> tuple[Located, dict[str, NewMasks]]:
+def make_masks(sparsifier: MaskUpdater, before: PlainMasks) -> tuple[Located, dict[str, NewMasks]]:
     """Return the sharded tables as they are stored now, and their new masks, not put in place yet.
     Collective.
 
@@ -162,34 +162,34 @@ def make_masks(sparsifier: MaskMaker, before: PlainMasks) -> tuple[Located, dict
     packed = sparsifier.masks.tables
     # If shards have moved, masks must move before scoring where a user's update_mask reads them, or
     # where an enforcer zeroes weights by them.
-    edits = type(sparsifier).score_tables is MaskMaker.score_tables
-    in_place = edits or sparsifier.masks.enforcer is not None
+    runs_user_code = type(sparsifier).score_tables is MaskUpdater.score_tables
+    needs_current_masks = runs_user_code or sparsifier.masks.enforcer is not None
     # 1. Local: locate, score, collect facts. 2. Agree: an error or a difference stops all ranks
     # here.
-    with packed.agreeing("step()") as noted:
+    with packed.agreeing("step()") as group_facts:
         located = packed.locate()
-        _note_facts(noted, located, sparsifier)
-        moves_first = in_place and packed.moved(located)
+        _note_facts(group_facts, located, sparsifier)
+        moves_first = needs_current_masks and packed.moved(located)
         if not moves_first:
-            scored = _score(sparsifier, located, before, noted)
+            scored = _score(sparsifier, located, before, group_facts)
     # 3. Collective: bring masks to shards that have moved, or to their devices.
     packed.reshard(located)
     if moves_first:
         # All ranks agree again, on the scores.
-        with packed.agreeing("step()") as noted:
-            scored = _score(sparsifier, located, before, noted)
+        with packed.agreeing("step()") as group_facts:
+            scored = _score(sparsifier, located, before, group_facts)
     # 4. Collective: select.
-    made: dict[str, NewMasks] = {}
+    new_masks: dict[str, NewMasks] = {}
     for group, names in packed.over_groups(located):
-        made |= sparsifier.select_masks(scored, names, group)
-    return located, _replace_by_first_copies(packed, located, made)
+        new_masks |= sparsifier.select_masks(scored, names, group)
+    return located, _replace_by_first_copies(packed, located, new_masks)
 
 
 def _score(
-    sparsifier: MaskMaker,
+    sparsifier: MaskUpdater,
     located: Located,
     before: PlainMasks,
-    noted: Noted,
+    group_facts: GroupFacts,
 ) -> Any:
     """Score plain data and this rank's shards, and add the facts that follow from them."""
     _update_plain(sparsifier, before)
@@ -199,7 +199,7 @@ def _score(
             # A cached kernel allows some blocks only, and a schedule may have changed the block.
             sparsifier.check_config(data, sparsifier.data_groups[name])
     scored = sparsifier.score_tables(located, sparsifier.data_groups)
-    for facts, names in noted:
+    for facts, names in group_facts:
         tables = [located[name] for name in names]
         # Copies that are trained apart may differ.
         if equal := [data for data in tables if data.kept_equal]:
@@ -209,7 +209,7 @@ def _score(
     return scored
 
 
-def _update_plain(sparsifier: MaskMaker, before: PlainMasks) -> None:
+def _update_plain(sparsifier: MaskUpdater, before: PlainMasks) -> None:
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
     # Zeroes revived weights, which must not be scored.
@@ -222,25 +222,25 @@ def _update_plain(sparsifier: MaskMaker, before: PlainMasks) -> None:
         sparsifier.update_mask(name, dense.weight(name), **sparsifier.data_groups[name])
 
 
-def _apply(packed: PackedStore, located: Located, made: Mapping[str, NewMasks]) -> None:
+def _apply(packed: PackedStore, located: Located, new_masks: Mapping[str, NewMasks]) -> None:
     """Zero newly removed weights, and put the new masks in place. Local."""
     # One list for all tables: on an accelerator, they share launches.
     changes = []
-    for name, new in made.items():
+    for name, new in new_masks.items():
         shards = zip(located[name].shards, packed.masks(name), new.masks, strict=True)
         for shard, old, (mask, dirty) in shards:
             changes.append(ShardChange(mask, shard.tensor, old, dirty))
     BlockMask.apply_all_changed_(changes)
     # Masks last: if a write fails, none of them claims zeros that were not written.
-    for name, new in made.items():
+    for name, new in new_masks.items():
         packed.replace(located[name], new)
 
 
-def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
+def _note_facts(group_facts: GroupFacts, located: Located, sparsifier: MaskUpdater) -> None:
     """Add the facts that are known before scoring."""
     masks = sparsifier.masks
     moved = set(masks.tables.moved(located))
-    for facts, names in noted:
+    for facts, names in group_facts:
         facts["whether steps are recorded"] = masks.recorder is not None
         facts["whether an enforcer is attached"] = masks.enforcer is not None
         facts["the list of moved tables"] = sorted(moved.intersection(names))
@@ -254,25 +254,26 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
 
 
 def _replace_by_first_copies(
-    packed: PackedStore, located: Located, made: Mapping[str, NewMasks]
+    packed: PackedStore, located: Located, new_masks: Mapping[str, NewMasks]
 ) -> dict[str, NewMasks]:
     """Replace the new masks of copies that are trained apart (2-D parallelism) by the first copy's.
     Collective over the groups of such copies: one all-to-all of packed bits each."""
     moves = {}
     for name, data in located.items():
         if data.copied:
-            held = [Held(mask) for mask, _ in made[name].masks]
-            moves[name] = Move(held, made[name].block, data.tiling, _later_copies(data))
-    replaced = dict(made)
+            held = [Held(mask) for mask, _ in new_masks[name].masks]
+            moves[name] = Move(held, new_masks[name].block, data.tiling, _later_copies(data))
+    replaced = dict(new_masks)
     for name, arrived in packed.exchange(moves).items():
-        own = {new.mask.rect: new for new in made[name].masks}
+        before = new_masks[name]
+        own = {new.mask.rect: new for new in before.masks}
         for copy in arrived:
             first = copy.to(own[copy.mask.rect].mask.bits.device).mask
             # Weights that are zero in the first copy may not be zero here: write all removed ones.
             own[first.rect] = NewMask(first, ~first.bits)
         # A rank may hold two replicas of a shard: in the order of its shards, not of ``own``.
-        masks = [own[new.mask.rect] for new in made[name].masks]
-        replaced[name] = made[name]._replace(masks=masks)
+        masks = [own[new.mask.rect] for new in before.masks]
+        replaced[name] = before._replace(masks=masks)
     return replaced
 
 

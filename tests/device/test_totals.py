@@ -40,13 +40,13 @@ def masks_of(
 ) -> list[Tensor]:
     """The bits of the masks and of what may not be zero, at 60%."""
     data = whole("t", weights)
-    blocks = Goal(data=data, block=block, k=0, most=0, zeros=1, measure="L2").blocks
+    blocks = Goal(data=data, block=block, k=0, max_blocks=0, zeros_per_block=1, measure="L2").blocks
     goal = Goal(
         data=data,
         block=block,
         k=round(0.6 * blocks),
-        most=blocks,
-        zeros=math.prod(block),
+        max_blocks=blocks,
+        zeros_per_block=math.prod(block),
         measure=ByTotals(lambda offset: known, squares),
     )
     made = new_masks(score_tables([goal] * times, [0] * times), Group())

@@ -172,7 +172,7 @@ def test_refused(tmp_path: Path) -> None:
     )
     wider = DataNormSparsifier(None, 0.5, (1, 5))
     wider.add_model(model, include="item")
-    refused(wider, "saved by blocks.*registered by", checkpoint_id=tmp_path / "lone")
+    refused(wider, "saved by blocks.*register it", checkpoint_id=tmp_path / "lone")
     refused(
         sparsifier, "'item': the masks remove .* blocks over all ranks, but", storage_reader=hole
     )

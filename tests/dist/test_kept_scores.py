@@ -16,7 +16,7 @@ from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
 from dist_sparse import ROW, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer, ScoreSparsifier
 from dist_sparse.masking import scores
-from dist_sparse.masking.kept_scores import KeptScores
+from dist_sparse.masking.kept_scores import ScoreCache
 from dist_sparse.sparsifiers.step import make_masks
 from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, set_weights, weights
 from tests.dist.enforcing import Run, kernels, loss_of, optimizer_of, pieces
@@ -82,13 +82,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     was scored."""
     keep_small(monkeypatch)
     ages: list[int] = []
-    update = KeptScores.update
+    update = ScoreCache.update
 
-    def noted(self: KeptScores, *args: object) -> None:
+    def noted(self: ScoreCache, *args: object) -> None:
         update(self, *args)  # type: ignore[arg-type]
         ages.append(self.age)
 
-    monkeypatch.setattr(KeptScores, "update", noted)
+    monkeypatch.setattr(ScoreCache, "update", noted)
     return ages
 
 

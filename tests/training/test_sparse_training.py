@@ -154,7 +154,7 @@ class TestAtomicLoads:
             ("updates", "x", "Invalid updates='x' of 'user'"),
             ("removed", -1, "Invalid removed=-1 of 'user'"),
             ("shape", 5, "Table 'user' has the shape"),
-            ("newer", 1, r"Table 'user': the state has the unknown keys \['newer'\]"),
+            ("newer", 1, r"Table 'user': the state has unknown keys \['newer'\]"),
             ("config", [], "Table 'user': the state has no configuration"),
             (
                 "config",
