@@ -493,9 +493,10 @@ def test_the_documented_use_is_typed(tmp_path: Path) -> None:
     ("path", "message"),
     [
         (None, "Invalid path=None: must be the path of a folder."),
+        ("", "Invalid path='': must be the path of a folder."),
         (5, "Invalid path=5: must be the path of a folder."),
         (["served", 5], "Invalid path=5: must be the path of a folder."),
-        (iter([5]), "Invalid path=5: must be the path of a folder."),
+        (dict.fromkeys([5]), "Invalid path=5: must be the path of a folder."),
         ([], "Invalid path=[]: must name the folder of an artifact first."),
     ],
     ids=repr,
