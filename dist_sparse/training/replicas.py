@@ -59,7 +59,7 @@ def replicas_of(located: Located) -> list[str]:
     warn_on_first_rank(
         f"The tables {cut(', '.join(names), 100)} are in no DistributedDataParallel and no"
         f" DistributedModelParallel, in a world of {world.size} ranks. {rule} To train replicas,"
-        " call sparsify() on a wrapped model.",
+        " wrap the model and call sparsify() on the wrapper.",
         stacklevel=3,
     )
     return replicas

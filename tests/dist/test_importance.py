@@ -217,7 +217,7 @@ def test_counts_follow_their_rows(world: int, kind: str, decay: float) -> None:
 def test_what_is_not_known_is_refused_on_all_ranks() -> None:
     every = cells(2)
     for name, score, says in (
-        ("data_parallel", "frequency", "fused optimizer, and this one is dense"),
+        ("data_parallel", "frequency", "needs a fused optimizer, and this table is dense"),
         ("row_wise", "accumulator", "no Adagrad steps it"),
     ):
         model = build(every[name], torch.optim.SGD)
@@ -253,7 +253,8 @@ def test_replicas_of_the_state_must_be_equal() -> None:
         ):
             total[: len(total) // 2] += 1
         with pytest.raises(
-            ValueError, match=r"optimizer state of \w+ rows .* on rank 1.*state from the first"
+            ValueError,
+            match=r"optimizer state of \w+ rows .* on rank 1.*broadcast weights and optimizer state",
         ):
             sparsifier.step()
         assert sparsifier.audit() == before
