@@ -470,7 +470,7 @@ class Parcels:
         """Send and receive everything, to tensors on ``device``. Collective over the group."""
         # An empty tensor first, as torch.cat() takes no empty list. It takes one device, too.
         raw = [torch.empty(0, dtype=torch.uint8, device=self._group.device)]
-        raw += [piece.to(self._group.device) for piece in chain.from_iterable(self._pieces)]
+        raw += [piece.to(self._group.device) for piece in chain(*self._pieces)]
         packed = torch.cat(raw)
         # Free the pieces, which may be large, before the result is allocated.
         raw.clear()

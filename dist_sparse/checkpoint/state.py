@@ -160,7 +160,7 @@ class OptimizerState:
             keys = names
             if isinstance(getattr(owner, "params", None), Mapping):  # a KeyedOptimizer
                 keys = {id(param): _dotted(prefix, key) for key, param in owner.params.items()}
-            if hasattr(owner, "_emb_module"):
+            if hasattr(owner, "set_optimizer_step"):
                 self._fused.append(owner)
             for group in owner.param_groups:
                 self._add(owner, group, keys)

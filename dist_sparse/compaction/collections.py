@@ -77,7 +77,7 @@ class CompactIds(nn.Module):
         collection: Any,
     ) -> None:
         super().__init__()
-        self.names = list(chain.from_iterable(get_embedding_names_by_table(list(tables))))
+        self.names = list(chain(*get_embedding_names_by_table(list(tables))))
         # In a list, because a module attribute would make the collection its own descendant.
         self.collection = [collection]
         self._features = [*chain.from_iterable(table.feature_names for table in tables)]

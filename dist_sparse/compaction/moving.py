@@ -333,7 +333,7 @@ class Steppers:
         several = optimizers if isinstance(optimizers, Sequence) else [optimizers]
         self._optimizers = list(filter(None, several))
         # Wrappers, such as TorchRec's CombinedOptimizer, hold the optimizers that have the state.
-        self._leaves = [*chain.from_iterable(map(leaves, self._optimizers))]
+        self._leaves = [*chain(*map(leaves, self._optimizers))]
 
     @property
     def kinds(self) -> list[str]:

@@ -105,7 +105,7 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
         inside = [optimizer._optimizer]
     if inside is not None:
-        yield from chain.from_iterable(map(leaves, inside))
+        yield from chain(*map(leaves, inside))
     # Set by the constructor of torch's optimizers: without it, no hook can be registered.
     elif hasattr(optimizer, "_optimizer_step_post_hooks"):
         yield optimizer
@@ -404,7 +404,7 @@ class DenseWeights:
     ) -> None:
         self.targets, self.clock, self._before_read = targets, clock, before_read
         self._hooks = Hooks()
-        self._optimizers = [*chain.from_iterable(map(leaves, given))]
+        self._optimizers = [*chain(*map(leaves, given))]
         self._targets_at = same_storage([target.weight for target in self.targets])
         # For each optimizer its targets, and the number of all its parameters.
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[_Pairs, int]]
@@ -417,7 +417,7 @@ class DenseWeights:
             ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an
                 unknown model.
         """
-        stepped = same_storage([*chain.from_iterable(map(_parameters_of, self._optimizers))])
+        stepped = same_storage([*chain(*map(_parameters_of, self._optimizers))])
         for target in self.targets:
             if stepped(target.weight):
                 continue

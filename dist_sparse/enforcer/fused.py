@@ -230,14 +230,15 @@ class TableBatchHooks:
             return
         self._refresh()
         slots = self._slots
-        tracked = {
-            table
-            for table, slot in slots.items()
-            if reader != "scores" or worth_keeping(slot.mask.rect, slot.mask.block)
-        }
+        if reader == "scores":
+            slots = {
+                table: slot
+                for table, slot in slots.items()
+                if worth_keeping(slot.mask.rect, slot.mask.block)
+            }
         record = self._records.get(reader, {})
-        if record.keys() != tracked:
-            record = {table: RowFlags(len(slots[table].weight)).add_all() for table in tracked}
+        if record.keys() != slots.keys():
+            record = {table: RowFlags(len(slots[table].weight)).add_all() for table in slots}
             self._records[reader] = record
         for table, rows in record.items():
             yield slots[table].weight.data_ptr(), rows

@@ -208,7 +208,7 @@ def _launch(
     constants |= {"FIELDS": len(jobs[0]), "BLOCKS": at_once, "LANES": lanes}
     tiles = -(-max(job.blocks for job in jobs) // at_once)
     programs = min(tiles, -(-_PROGRAMS // len(jobs)))
-    table = sent([*chain.from_iterable(jobs)], device)
+    table = sent([*chain(*jobs)], device)
     # Triton launches on the current device, wherever its arguments are.
     with torch.cuda.device(device):
         # No fused multiply-adds: they would not round a product before it is added.

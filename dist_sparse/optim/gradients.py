@@ -305,7 +305,7 @@ def _ddp_modules(model: nn.Module) -> list[Any]:
     parts: list[nn.Module] = list(model.modules())
     if torchrec := torchrec_port():
         # TorchRec keeps the DDP modules of data-parallel tables outside of the module tree.
-        parts += chain.from_iterable(map(torchrec.lookups, model.modules()))
+        parts += chain(*map(torchrec.lookups, model.modules()))
     # dict.fromkeys(): each once, in order.
     return [part for part in dict.fromkeys(parts) if isinstance(part, DistributedDataParallel)]
 

@@ -79,7 +79,7 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         _refuse_unfit(sparsifier, located, groups)
         # An enforcer that is attached later is checked by update().
         if sparsifier.masks.enforcer is not None:
-            _enforcer(sparsifier).check_rotation([*chain.from_iterable(groups)])
+            _enforcer(sparsifier).check_rotation([*chain(*groups)])
         models = [source.model for source in packed.sources if hasattr(source, "model")]
         alone = {}
         for group in groups:
@@ -115,7 +115,7 @@ class _Rotation:
     @property
     def names(self) -> list[str]:
         """The tables that are rotated."""
-        return [*chain.from_iterable(self.groups)]
+        return [*chain(*self.groups)]
 
     @property
     def groups(self) -> list[Sequence[str]]:
@@ -206,7 +206,7 @@ def rotation_groups(
     # By type: a string in the place of a group would be a group of letters.
     if not all(isinstance(group, (list, tuple)) and group for group in groups):
         raise ValueError(f'{wrong} must be "table", or groups of names such as [["user", "item"]].')
-    named = [*chain.from_iterable(groups)]
+    named = [*chain(*groups)]
     unknown = sorted(map(str, set(named).difference(known)))
     refuse(
         {
@@ -223,7 +223,7 @@ def _refuse_unfit(
     groups: Sequence[Sequence[str]],
 ) -> None:
     """Refuse tables that can't be rotated, and groups that can't be rotated together."""
-    for name in chain.from_iterable(groups):
+    for name in chain(*groups):
         # Other blocks would remove single rotated elements, which have no meaning of their own.
         block = sparsifier.data_groups[name].get("sparse_block_shape")
         if not isinstance(block, (tuple, list)) or block[0] != COL:

@@ -377,7 +377,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         return most if level == 1 else min(most, blocks - 1)
 
     def _measure_of(self, data: ShardedData, config: Mapping[str, Any]) -> Measure:
-        if data.name in chain.from_iterable(getattr(self.masks.rotation, "groups", ())):
+        if data.name in chain(*getattr(self.masks.rotation, "groups", ())):
             # A rotation sorts the columns by norm, the last ones hold the least.
             return partial(_places, data.shape[1])
         return self.element_measure(data.name, config)

@@ -245,10 +245,9 @@ class _Place(NamedTuple):
 
     def ranks(self, parameter: str) -> tuple[int, ...] | None:
         """Return the ranks that hold a copy of a parameter of the module; None is this one."""
-        # TorchRec tells DDP to ignore sharded tables, of which other ranks hold other parts. These
+        # TorchRec tells DDP to ignore sharded tables: other ranks hold other parts of them. Their
         # names are paths inside DDP.
-        ignored = getattr(self.ddp, "parameters_to_ignore", ())
-        if self.ddp is None or _join(self.inside, parameter) in ignored:
+        if self.ddp is None or _join(self.inside, parameter) in self.ddp.parameters_to_ignore:
             return None
         return several(dist.get_process_group_ranks(self.ddp.process_group))
 

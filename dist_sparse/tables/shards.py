@@ -141,7 +141,7 @@ class ShardedData:
     @property
     def rects(self) -> list[Rect]:
         """The distinct rectangles over all ranks, in row-major order of their corners."""
-        return sorted(set(chain.from_iterable(self.tiling)))
+        return sorted(set(chain(*self.tiling)))
 
 
 def not_empty(rects: Iterable[Rect]) -> tuple[Rect, ...]:

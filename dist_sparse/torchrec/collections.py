@@ -119,9 +119,7 @@ def refusal(module: nn.Module) -> str | None:
     """Return why the tables below a module of TorchRec's can't be sparsified, and what would work;
     None if they can."""
     env = module._env if isinstance(module, _SHARDED) else None
-    # Only the environment of 2-D parallelism has a strategy.
-    strategy = getattr(env, "sharding_strategy", None)
-    if strategy is ShardingStrategy.FULLY_SHARDED:
+    if isinstance(env, ShardingEnv2D) and env.sharding_strategy is ShardingStrategy.FULLY_SHARDED:
         return (
             "fully sharded 2-D parallelism frees weights between forward and backward; the default"
             " strategy works"
@@ -387,10 +385,12 @@ class UnshardedTables:
         self._module = module
         self._configs = configs_of(module)
         self.pooled = isinstance(module, _BAGS)
-        self.attribute = "embedding_bags" if self.pooled else "embeddings"
         # Only bags have weighted ids, and only sequences return the ids themselves.
-        self.weighted: bool = getattr(module, "_is_weighted", False)
-        self.needs_indices: bool = getattr(module, "_need_indices", False)
+        self.weighted = self.needs_indices = False
+        if self.pooled:
+            self.attribute, self.weighted = "embedding_bags", module._is_weighted
+        else:
+            self.attribute, self.needs_indices = "embeddings", module._need_indices
 
     @property
     def tables(self) -> list[TableConfig]:
