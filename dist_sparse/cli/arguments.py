@@ -25,10 +25,11 @@ class EntryError(ValueError):
     """FUNCTION does not exist, has failed or returned a wrong type. The message is for users."""
 
 
-def model_from(entry: str) -> Any:
-    """Call the function that ``entry`` names, without arguments, and return its model.
+def model_and_optimizer(entry: str) -> tuple[Any, Any]:
+    """Call the function that ``entry`` names, without arguments; return ``(model, optimizer)``.
 
-    The function returns the model, or ``(model, evaluate)`` as for :func:`model_and_evaluate`.
+    The function returns the model, ``(model, optimizer)``, or ``(model, evaluate)`` as for
+    :func:`model_and_evaluate`. The optimizer is None if it returned none.
 
     Args:
         entry: ``package.module:function`` or ``file.py:function``.
@@ -37,14 +38,14 @@ def model_from(entry: str) -> Any:
         EntryError: the file, module or function does not exist, takes arguments, fails, or returns
             a wrong type.
     """
-    # `plan` ignores evaluate, so that it takes the functions of `frontier` too.
     returned = _call_user_code(_import_function(entry))
-    model, _ = _split(returned)
+    model, second = _split(returned)
     # Not isinstance(): this module does not import torch.
     if not hasattr(model, "named_modules"):
         kind = type(returned).__name__
-        raise EntryError(f"returned {kind}; must return a torch.nn.Module, or (model, evaluate).")
-    return model
+        raise EntryError(f"returned {kind}; must return a torch.nn.Module, or (model, optimizer).")
+    # `plan` ignores evaluate, so that it takes the functions of `frontier` too.
+    return model, None if callable(second) else second
 
 
 def model_and_evaluate(entry: str) -> tuple[Any, Any, Callable[[float], tuple[Any, Any]] | None]:
@@ -54,10 +55,10 @@ def model_and_evaluate(entry: str) -> tuple[Any, Any, Callable[[float], tuple[An
     is None if the function has no parameter ``columns``.
 
     Args:
-        entry: as for :func:`model_from`.
+        entry: as for :func:`model_and_optimizer`.
 
     Raises:
-        EntryError: as for :func:`model_from`. ``evaluate`` and ``train`` raise it too.
+        EntryError: as for :func:`model_and_optimizer`. ``evaluate`` and ``train`` raise it too.
     """
     function = _import_function(entry)
 
@@ -75,7 +76,7 @@ def model_and_evaluate(entry: str) -> tuple[Any, Any, Callable[[float], tuple[An
 
 
 def _split(returned: Any) -> tuple[Any, Any]:
-    """Return ``(model, evaluate)``; evaluate is None if the function returned the model alone."""
+    """Return the two values that the function returned, or the model and None."""
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
     return returned, None

@@ -25,7 +25,7 @@ import dist_sparse
 from dist_sparse.cli.arguments import (
     EntryError,
     model_and_evaluate,
-    model_from,
+    model_and_optimizer,
     parse_budget,
     parse_count,
     parse_share,
@@ -248,7 +248,8 @@ def _plan(options: argparse.Namespace) -> int:
     from dist_sparse.planning.plan import plan
 
     _silence_torchrec()
-    planned = plan(model_from(options.function), options.budget, rotate=options.rotate)
+    model, optimizer = model_and_optimizer(options.function)
+    planned = plan(model, options.budget, rotate=options.rotate, optimizer=optimizer)
     return _print_result(options, planned.to_json(), str(planned))
 
 
@@ -379,7 +380,9 @@ in folders inside its own.
   dist-sparse plan my.package:model --budget 10% --rotate user,item
   dist-sparse plan model.py:trained --budget 512KiB
 
-FUNCTION takes no arguments and returns a trained model, which is not changed.
+FUNCTION takes no arguments and returns a trained model, which is not changed,
+or (model, optimizer): untouched rows of tables that are not fused are known
+from their Adagrad.
 `dist-sparse frontier` measures what fits on the trained model.
 """,
         [

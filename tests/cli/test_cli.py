@@ -223,6 +223,26 @@ def test_plan_of_a_budget(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
+ADAGRAD = """
+import torch
+
+def trained():
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    model(torch.arange(30).view(3, 10)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+"""
+
+
+def test_plan_knows_the_untouched_rows_of_a_plain_adagrad(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(ADAGRAD)
+    assert main(["plan", f"{tmp_path}/model.py:trained", "--budget", "50%"]) == 0
+    assert "Never looked up in training: 70 of 100 rows of 0." in capsys.readouterr().out
+
+
 def test_plan_of_a_module(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,9 +288,9 @@ def test_a_failure_is_one_sentence_and_1(
         ("{model}:number", "has no function 'number'."),
         (
             "{model}:three_things",
-            "returned tuple; must return a torch.nn.Module, or (model, evaluate).",
+            "returned tuple; must return a torch.nn.Module, or (model, optimizer).",
         ),
-        ("{model}:an_int", "returned tuple; must return a torch.nn.Module, or (model, evaluate)."),
+        ("{model}:an_int", "returned tuple; must return a torch.nn.Module, or (model, optimizer)."),
         ("{model}:needing", "missing a required argument: 'data'; must take no arguments."),
         (
             "{model}:broken",
