@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dist_sparse.tables.chunked import ChunkedTensor
+from dist_sparse.tables.modules import torchrec_port
 
 Json = Any
 Tensors = dict[str, Tensor]
@@ -153,15 +154,17 @@ class OptimizerState:
         self._params: dict[str, _Stepped] = {}
         # Param groups with parameters on this rank, and the keys of these parameters.
         self._groups: list[tuple[dict[str, Any], list[str]]] = []
-        # Fused optimizers: FBGEMM counts their steps, for Adam's bias correction.
-        self._fused: list[Any] = []
+        # Fused optimizers, with their steps: FBGEMM counts them, for Adam's bias correction.
+        self._fused: dict[Any, int] = {}
+        torchrec = torchrec_port()
         names = {id(param): name for name, param in model.named_parameters()}
         for prefix, owner in _owners(optimizer, ""):
             keys = names
             if isinstance(getattr(owner, "params", None), Mapping):  # a KeyedOptimizer
                 keys = {id(param): _dotted(prefix, key) for key, param in owner.params.items()}
-            if hasattr(owner, "set_optimizer_step"):
-                self._fused.append(owner)
+            steps = None if torchrec is None else torchrec.fused_steps(owner)
+            if steps is not None:
+                self._fused[owner] = steps
             for group in owner.param_groups:
                 self._add(owner, group, keys)
 
@@ -211,12 +214,11 @@ class OptimizerState:
                 name: _plain(f"option {name!r} of {keys[0]!r}", group[name]) for name in names
             }
             options |= dict.fromkeys(keys, values)
-        steps = [int(owner._emb_module.iter) for owner in self._fused]
         return {
             "options": options,
             "values": self._scalars,
             "cuts": self._cuts,
-            "fused_steps": steps,
+            "fused_steps": list(self._fused.values()),
         }
 
     def prepare_load(

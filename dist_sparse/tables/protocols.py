@@ -220,6 +220,9 @@ class TorchRecPort(Protocol):
         """Return the optimizers inside one of TorchRec's: the parts of a CombinedOptimizer; [] for
         one that only represents a fused optimizer. None for another optimizer."""
 
+    def fused_steps(self, optimizer: Any) -> int | None:
+        """Return how many steps a fused optimizer has taken, None for another optimizer."""
+
     def replace_parameter(self, optimizer: object, old: nn.Parameter, new: nn.Parameter) -> None:
         """Replace a parameter in the names that keyed optimizers have for parameters."""
 

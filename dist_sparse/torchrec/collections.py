@@ -39,9 +39,10 @@ from dist_sparse.tables.shards import (
 )
 from dist_sparse.torchrec import check_versions
 
-# Before TorchRec's own modules, whose errors name no release.
+# Check the releases first: import errors of TorchRec's modules name no release.
 check_versions(torch.__version__, torchrec.__version__, fbgemm_gpu.__version__)
 
+from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -80,7 +81,7 @@ _TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 _BAGS = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
 _SEQUENCES = (EmbeddingCollection, ShardedEmbeddingCollection)
-# To TorchRec, a sharded feature processor is a collection, around the one that has the tables.
+# TorchRec derives a sharded feature processor from its collections; the one inside has the tables.
 _KNOWN = (*_BAGS, *_SEQUENCES, ShardedFeatureProcessedEmbeddingBagCollection)
 _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 _ANY_COLLECTION = (
@@ -174,7 +175,8 @@ def table_configs(configs: Sequence[Any]) -> list[TableConfig]:
     return found
 
 
-# Optimizers whose step is 0 where gradient and weight are 0: a sum of multiples of both.
+# Optimizers that leave a zero weight alone if its gradient is zero: the step is a sum of multiples
+# of both.
 ZERO_KEEPERS = {
     "SGD",
     "EXACT_SGD",

@@ -26,6 +26,7 @@ from dist_sparse.torchrec.collections import (
     CombinedOptimizer,
     DistributedModelParallel,
     DMPCollection,
+    EmbeddingFusedOptimizer,
     EmbeddingModuleShardingPlan,
     FeatureProcessedEmbeddingBagCollection,
     FusedOptimizer,
@@ -273,6 +274,12 @@ def replace_parameter(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> N
         for name, parameter in optimizer.params.items():
             if parameter is old:
                 optimizer.params[name] = new
+
+
+def fused_steps(optimizer: Any) -> int | None:
+    """Return how many steps a fused optimizer has taken, None for another optimizer."""
+    is_fused = isinstance(optimizer, EmbeddingFusedOptimizer)
+    return int(optimizer._emb_module.iter) if is_fused else None
 
 
 # TorchRec's containers of ids and outputs

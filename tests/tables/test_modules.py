@@ -7,8 +7,8 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from torchrec import (  # noqa: E402
 )
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule  # noqa: E402
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection  # noqa: E402
-from torchrec.distributed.types import ShardingStrategy  # noqa: E402
+from torchrec.distributed.types import ShardingEnv2D, ShardingStrategy  # noqa: E402
 from torchrec.inference.modules import quantize_embeddings  # noqa: E402
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface  # noqa: E402
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection  # noqa: E402
@@ -326,7 +326,7 @@ REFUSED_MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "fully sharded": (
         lambda: _made(
             ShardedEmbeddingBagCollection,
-            _env=SimpleNamespace(sharding_strategy=ShardingStrategy.FULLY_SHARDED),
+            _env=Mock(spec=ShardingEnv2D, sharding_strategy=ShardingStrategy.FULLY_SHARDED),
         ),
         "fully sharded 2-D parallelism frees weights",
     ),

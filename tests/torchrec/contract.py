@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from types import CodeType, FunctionType
 from typing import Any, Final
 
 from dist_sparse.torchrec.collections import REFUSED
 
-__all__ = ["NAMES", "missing_names"]
+__all__ = ["NAMES", "methods_that_use", "missing_names"]
 
 _KERNEL: Final = "_config _feature_table_map emb_module"
 _FUSED_KERNEL: Final = f"{_KERNEL} fused_optimizer"
@@ -31,6 +31,7 @@ NAMES: Final = {
         ),
         "embedding.ShardedEmbeddingCollection": (
             "_env _lookups _need_indices _sharding_type_to_sharding _table_name_to_config"
+            " fused_optimizer"
         ),
         "embedding_types.GroupedEmbeddingConfig": "embedding_tables",
         "embedding_types.ShardedEmbeddingTable": (
@@ -50,6 +51,7 @@ NAMES: Final = {
         "batched_embedding_kernel.BatchedDenseEmbeddingBag": _KERNEL,
         "batched_embedding_kernel.BatchedFusedEmbedding": _FUSED_KERNEL,
         "batched_embedding_kernel.BatchedFusedEmbeddingBag": _FUSED_KERNEL,
+        "batched_embedding_kernel.EmbeddingFusedOptimizer": "_emb_module set_optimizer_step",
         # Marks on parameters: their optimizer runs in the backward, with these arguments.
         "batched_embedding_kernel": "_in_backward_optimizers",
         "embedding": _MARKS,
@@ -59,12 +61,16 @@ NAMES: Final = {
             "_data_parallel_wrapper _ddp_wrapped _env model_trackers sharders"
         ),
     },
+    "torchrec.modules": {
+        "embedding_modules.EmbeddingBagCollection": "_is_weighted",
+        "embedding_modules.EmbeddingCollection": "_need_indices",
+    },
     "torchrec.optim": {
         "keyed.KeyedOptimizerWrapper": "_optimizer params",
         "keyed.OptimizerWrapper": "_optimizer params",
     },
     "fbgemm_gpu": {
-        # Table batches: storage, ids, optimizer state, and the methods that write all rows.
+        # Table batches: storage, ids, optimizer state, the cache.
         f"{_TBE}.SplitTableBatchedEmbeddingBagsCodegen": (
             "weights_dev weights_host weights_uvm split_embedding_weights"
             " pooling_mode optimizer optimizer_args iter split_optimizer_states"
@@ -124,12 +130,27 @@ def _names_in(owner: Any) -> set[str]:
         if getattr(part, "__module__", "").startswith("torch."):
             continue
         names.update(getattr(part, "__annotations__", ()))  # fields without a default
-        for value in vars(part).values():
-            function: Any = value.fget if isinstance(value, property) else value
-            function = inspect.unwrap(function)
-            if isinstance(function, FunctionType):
-                names.update(_names_used(function.__code__))
+        names.update(*_names_by_function(part).values())
     return names
+
+
+def methods_that_use(owner: type, names: Set[str]) -> set[str]:
+    """Return the methods and properties of a class, without inherited ones, that use one of the
+    names."""
+    return {
+        method for method, used in _names_by_function(owner).items() if not names.isdisjoint(used)
+    }
+
+
+def _names_by_function(owner: Any) -> dict[str, set[str]]:
+    """The names that each function of a class or module reads or sets."""
+    found = {}
+    for name, value in vars(owner).items():
+        function: Any = value.fget if isinstance(value, property) else value
+        function = inspect.unwrap(function)
+        if isinstance(function, FunctionType):
+            found[name] = set(_names_used(function.__code__))
+    return found
 
 
 def _names_used(code: CodeType) -> Iterator[str]:

@@ -10,13 +10,18 @@ import pytest
 
 pytest.importorskip("torchrec")
 
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 import dist_sparse
 from dist_sparse.torchrec.collections import REFUSED, ROW_WRITERS, FbgemmBatch
+from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES
 from tests.torchrec import contract
-from tests.torchrec.contract import NAMES, missing_names
+from tests.torchrec.contract import NAMES, methods_that_use, missing_names
 
 PACKAGE = Path(dist_sparse.__file__).parent
 READ = {name for part in NAMES.values() for names in part.values() for name in names.split()}
@@ -99,6 +104,28 @@ def test_no_other_package_reads_a_private_name() -> None:
 def test_every_known_optimizer_is_fbgemms() -> None:
     """A name that FBGEMM does not have would be dead, or misspelled."""
     assert set(EmbOptimType.__members__) >= ROW_WRITERS
+
+
+def test_numbers_are_those_of_fbgemms_enums() -> None:
+    assert EmbeddingLocation.HOST.value == HOST
+    assert {name: SparseType(name).as_int() for name in SPARSE_TYPES} == SPARSE_TYPES
+    assert {name: PoolingMode[name.upper()].value for name in POOLING} == POOLING
+
+
+def test_no_new_method_of_fbgemms_writes_rows() -> None:
+    """The enforcer knows these methods. One that a release adds may write rows that no hook
+    announces: read it before adding it here."""
+    storage = {"weights_dev", "weights_uvm", "split_embedding_weights"}
+    assert methods_that_use(SplitTableBatchedEmbeddingBagsCodegen, storage) == {
+        "_prefetch",
+        "ema_inplace",
+        "ensemble_and_swap",
+        "flush",
+        "forward",
+        "init_embedding_weights_uniform",
+        "reset_embedding_weight_momentum",
+        "split_embedding_weights",
+    }
 
 
 class Matrix:
