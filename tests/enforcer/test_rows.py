@@ -186,9 +186,9 @@ class TestWholeTable:
     @pytest.mark.parametrize(("rows", "cols"), [(0, 8), (8, 0)])
     def test_an_empty_shard(self, rows: int, cols: int) -> None:
         for block in ((1, 1), (1, 8)):
-            BlockMask(Rect(0, 0, rows, cols), block, torch.empty(0, dtype=torch.uint8)).apply_(
-                torch.empty(rows, cols)
-            )
+            mask = BlockMask(Rect(0, 0, rows, cols), block, torch.empty(0, dtype=torch.uint8))
+            mask.apply_(torch.empty(rows, cols))
+            assert not mask.removes
 
     def test_few_ids_take_their_rows_alone(self) -> None:
         whole_row, one, square = (

@@ -293,7 +293,9 @@ class TestRefused:
             ExponentialDataScheduler(sparsifier_of("w"), final=1, end=10)
 
     def test_other_parameters_have_other_ranges(self) -> None:
-        CubicDataScheduler(sparsifier_of("w"), "temperature", final=40, initial=-3, end=10)
+        sparsifier = sparsifier_of("w")
+        scheduler = CubicDataScheduler(sparsifier, "temperature", final=40, initial=-3, end=10)
+        assert scheduler.get_last_param() == {"w": -3}
 
     def test_lambda_levels_are_checked_when_they_come(self) -> None:
         sparsifier = sparsifier_of("w")
