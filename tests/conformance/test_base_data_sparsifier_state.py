@@ -168,7 +168,10 @@ def test_any_sequence_of_calls(operations: list[tuple[Any, ...]], seed: int) -> 
                 for i, sparsifier in enumerate(both):
                     both[i] = type(sparsifier)(level=0.5)
                     both[i].load_state_dict(sparsifier.state_dict(), strict=rest[0])
-    ours, theirs = both
+    check_same(*both)
+
+
+def check_same(ours: Any, theirs: Any) -> None:
     assert list(ours.data_groups) == list(theirs.data_groups)
     assert dict(ours.data_groups) == dict(theirs.data_groups)
     mine, other = ours.state_dict(), theirs.state_dict()

@@ -107,6 +107,13 @@ def step_checked(sparsifier: ScoreSparsifier) -> None:
     sparsifier.audit()
 
 
+@torch.no_grad()
+def scale_weights(model: Any) -> None:
+    for kernel in kernels(model):
+        kernel.emb_module.weights_dev.mul_(1.5)
+        kernel.emb_module.weights_host.mul_(1.5)
+
+
 @on_ranks()
 @pytest.mark.parametrize(
     ("world", "plan", "block", "examples"),
@@ -142,13 +149,7 @@ def test_masks_are_those_of_the_oracle(
             elif action == "audit":  # scores rows, and makes no masks
                 run.sparsifier.audit()
             elif action == "write":  # torch counts it
-                with torch.no_grad():
-                    for kernel in kernels(model):
-                        for stored in (
-                            kernel.emb_module.weights_dev,
-                            kernel.emb_module.weights_host,
-                        ):
-                            stored.mul_(1.5)
+                scale_weights(model)
             elif action == "load":
                 model.load_state_dict(build(placed).state_dict())
                 run.enforcer.settle()
