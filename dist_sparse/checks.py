@@ -21,7 +21,7 @@ from typing import Any
 
 Json = Any
 
-# Instead of a level: prune exactly the rows that training has never looked up.
+# A level as text: prune exactly the rows that training has never looked up.
 UNTOUCHED = "untouched"
 
 

@@ -91,11 +91,11 @@ class _Reference(ScoreSparsifier):
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
         sums = self.sums[name][offset[0] : offset[0] + len(data), None]
-        # If norms alone count, the sums are 1, to which TINY adds nothing.
+        # Scores by norm alone have sums of 1, which TINY does not change.
         return data.double().square() * (sums + TINY)
 
 
-class _Trial:
+class _Model:
     """A model on the device, with the same weights and sums of Adagrad on every machine, and its
     sparsifier.
 
@@ -178,7 +178,7 @@ def masks_equal_the_cpus(device: torch.device) -> str:
     """Compare masks of all blocks, of tables cut by rows over the ranks, with those of one process
     on the CPU."""
     for score, block in product(_SCORES, _BLOCKS):
-        trial = _Trial(device, block, 0.5, score=score)
+        trial = _Model(device, block, 0.5, score=score)
         trial.check_masks(f"{block} by {score} at 50%")
         # A second update finds the removed weights tied at 0.
         _update(device, trial.sparsifier, 0.73)
@@ -202,7 +202,7 @@ def _waits(mode: str) -> Iterator[list[warnings.WarningMessage]]:
 def ordinary_steps_never_wait(device: torch.device) -> str:
     """Run lookups and backwards of the kernels, without TorchRec's input distribution, which
     waits."""
-    trial = _Trial(device, "1x4", 0.5)
+    trial = _Model(device, "1x4", 0.5)
     [collection] = collections_of(trial.model.modules())
     for batch in collection_of(collection).batches():
         shapes: Any = {str(number): view.shape for number, view in enumerate(batch.weights())}
@@ -279,15 +279,15 @@ def _update(device: torch.device, sparsifier: ImportanceSparsifier, level: float
 
 def pipeline(device: torch.device, kind: str) -> str:
     """Compare a pipeline of TorchRec's, with mask updates between its steps, with a plain loop."""
-    piped = _Trial(device, "1x4", 0.3)
-    plain = _Trial(device, "1x4", 0.3)
+    piped = _Model(device, "1x4", 0.3)
+    plain = _Model(device, "1x4", 0.3)
     progress = pipeline_of(kind, piped.model, piped.optimizer, device).progress
     found = _with_updates(piped, progress)
     expected = _with_updates(plain, plain.train)
     return f"12 steps, 3 mask updates: {_compare('weights', found, expected)}"
 
 
-def _with_updates(trial: _Trial, train: Callable[[Iterator[Any]], object]) -> list[Tensor]:
+def _with_updates(trial: _Model, train: Callable[[Iterator[Any]], object]) -> list[Tensor]:
     """Take steps by ``train``, and a mask update after every fourth. Return the weights."""
     batches = islice(trial.batches(), 12)
     for step in range(12):
@@ -339,7 +339,7 @@ def _train_masked(
 ) -> list[Tensor]:
     """Check the masks of a model, and after five steps that removed weights are zero. Return its
     weights."""
-    trial = _Trial(device, block, 0.5, attach, **options)
+    trial = _Model(device, block, 0.5, attach, **options)
     trial.check_masks(" ".join([block, *map(str, options.values())]))
     batches = trial.batches()
     for _ in range(5):

@@ -185,7 +185,8 @@ def _plan_changes(
     changes = []
     missing = set(losing)
     for site in sites_of(model):
-        # By the site's own name of a table, its registered one. An unregistered table keeps all.
+        # Registered names of the module's tables, by their names in the module. A table that is not
+        # registered keeps all its rows.
         names = {own: registered[fqn] for own, fqn in site.tables.items() if fqn in registered}
         if losing.isdisjoint(names.values()) or site.module not in sparsified:
             continue

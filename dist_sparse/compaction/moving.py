@@ -301,7 +301,7 @@ def _join_pieces(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Rec
 # Tables, with their optimizer state
 
 
-class Stepped(NamedTuple):
+class Swapped(NamedTuple):
     """A parameter that plain optimizers step, and the parameter that replaces it, with its
     state."""
 
@@ -319,12 +319,12 @@ class Steppers:
     Example::
 
         >>> import torch
-        >>> from dist_sparse.compaction.moving import Stepped, Steppers
+        >>> from dist_sparse.compaction.moving import Swapped, Steppers
         >>> old, new = torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(3, 2))
         >>> optimizer = torch.optim.Adagrad([old])
         >>> steppers = Steppers([optimizer])
         >>> sums = steppers.states(old)["sum"]
-        >>> steppers.replace(Stepped(old, new, {"sum": sums[1:]}))
+        >>> steppers.replace(Swapped(old, new, {"sum": sums[1:]}))
         >>> optimizer.param_groups[0]["params"][0] is new, optimizer.state[new]["sum"].shape
         (True, torch.Size([3, 2]))
     """
@@ -367,7 +367,7 @@ class Steppers:
                 return initial_state(leaf, parameter, name)
         return 0.0
 
-    def replace(self, stepped: Stepped) -> None:
+    def replace(self, stepped: Swapped) -> None:
         """Step ``new`` instead of ``old``, in the same param groups, with ``states`` and the other
         state of ``old``."""
         old, new, states = stepped
@@ -441,17 +441,17 @@ class StoredTables:
             return 0.0
         return self._steppers.initial(self.parameters[table], name)
 
-    def kinds(self, table: str) -> dict[str, _Kind]:
+    def layouts(self, table: str) -> dict[str, _Layout]:
         """Return the kind of each state of a table, by name; none on a rank without a shard."""
         found = {}
         for name, (state, *_) in self.states(table).items():
             rowwise = state.shape != self.weights(table)[0].shape
             dtype = str(state.dtype).removeprefix("torch.")
-            found[name] = _Kind(dtype, rowwise, state.dim())
+            found[name] = _Layout(dtype, rowwise, state.dim())
         return found
 
 
-class _Kind(NamedTuple):
+class _Layout(NamedTuple):
     """The layout of an optimizer state: its dtype, whether it has one value per row, and its number
     of dimensions. JSON carries it between ranks."""
 
@@ -473,7 +473,7 @@ def move_tables(
     placed: Mapping[str, Tensor],
     steppers: Steppers,
     world: Group,
-) -> list[Stepped]:
+) -> list[Swapped]:
     """Fill the tables of ``new`` with rows of ``old`` and their optimizer state. Collective over
     ``world``.
 
@@ -495,7 +495,7 @@ def move_tables(
         target = StoredTables(new, kept, steppers)
         layouts = {
             "hyperparameters": source.hyperparameters,
-            "states": {name: source.kinds(name) for name in kept},
+            "states": {name: source.layouts(name) for name in kept},
         }
     # A rank without a shard of a table does not know which states it has, but must take part in
     # the collectives that move them.
@@ -516,7 +516,7 @@ def move_tables(
         parameter = source.parameters.get(name)
         made = {}
         into = torch.arange(there.shape[0]) < flags.count_nonzero()
-        move = _Move(here, there, flags, placed.get(name, into))
+        move = _Copy(here, there, flags, placed.get(name, into))
         move.fill(source.weights(name), target.weights(name))
         before, after = source.states(name), target.states(name)
         for key, (kind, rowwise, dims) in kinds[name].items():
@@ -532,12 +532,12 @@ def move_tables(
                 after[key], fresh = _by_shard(made[key], there), source.initial(name, key)
             of_state.fill(before.get(key, []), after.get(key, []), rowwise, fresh)
         if parameter is not None:
-            stepped.append(Stepped(parameter, target.parameters[name], made))
+            stepped.append(Swapped(parameter, target.parameters[name], made))
     return stepped
 
 
 @dataclass(frozen=True)
-class _Move:
+class _Copy:
     """The move of one table: its old and new shards, which rows move, and which rows receive them.
     The new table may have fewer columns.
 

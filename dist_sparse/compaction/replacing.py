@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import refuse
-from dist_sparse.compaction.moving import Stepped, Steppers, StoredTables, move_tables
+from dist_sparse.compaction.moving import Steppers, StoredTables, Swapped, move_tables
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.compaction.stale import consume, consume_parameter
 from dist_sparse.compaction.tables import (
@@ -518,7 +518,7 @@ class Rebuild:
 
     def _put_in_place(
         self, changes: Sequence[Change], seed: int
-    ) -> tuple[nn.Module, list[Stepped]]:
+    ) -> tuple[nn.Module, list[Swapped]]:
         """Put the new modules in place and move rows into them. Return the new model and the
         parameters that plain optimizers step. Collective; if a rank fails, the model is
         unchanged."""
@@ -530,7 +530,7 @@ class Rebuild:
                 places = places_of(root, replaced)
                 put(places, replaced)
             result = self._wrapped(replaced.get(root, root), changes)
-            stepped: list[Stepped] = []
+            stepped: list[Swapped] = []
             root = self._unwrapped(result)
             with self._agreeing("moving rows"):
                 for change in changes:

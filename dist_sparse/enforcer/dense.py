@@ -504,7 +504,7 @@ class DenseWeights:
     def find_targets(self, optimizer: torch.optim.Optimizer) -> _Pairs:
         """Return the targets that an optimizer steps, each with the optimizer's parameter. Attach
         hooks to it at the first call."""
-        # add_param_group() adds parameters, and nothing removes any: the count tells of new ones.
+        # Parameters are only ever added (add_param_group()): another count means new ones.
         parameters = _parameters_of(optimizer)
         known, count = self._stepped.get(optimizer, ([], -1))
         if count == len(parameters):

@@ -446,7 +446,7 @@ class MaskEnforcer(Enforcer):
         masks, by number in the batch. Batches without registered tables get no hooks."""
         # A batch that is still in use keeps its dirty rows and its pending backwards.
         known = {hooks.module: hooks for hooks in self._batches}
-        # By shape too: an empty table has the address of the next one.
+        # Compare shapes too: an empty table has the address of the next one.
         by_memory = {(weight.data_ptr(), weight.shape): place for place, weight in shards.items()}
         found = {}
         for collection, batch in batches_of(collections):

@@ -138,7 +138,7 @@ class TableBatchHooks:
         # The weights and masks of registered tables, as _read_masks() found them, and what
         # identifies that state: _masks_key(), then the addresses of the weights.
         self._slots: dict[int, Slot] = {}
-        self._slots_key: tuple[int, ...] = ()
+        self._slots_key: tuple[Any, ...] = ()
         # Torch's counts of writes that the dirty rows account for.
         self._known_writes = self._count_writes()
         views = self._batch.weights()
@@ -160,7 +160,7 @@ class TableBatchHooks:
         self._kept_ids = KeptIds({}, self._features)
         self._zeroed = ZeroedRows(self._features, device)
         # Whether the kernel's next call is to give ids of removed rows the weight 0.
-        self._zeroes_next = False
+        self._weighs_next = False
         self._counted = CountedLookups(self._features)
         self._sampled = SampledLookups(self._features)
         # For each reader, such as "scores", the rows written since it last cleared its record.
@@ -229,13 +229,10 @@ class TableBatchHooks:
         if not self._knows_writes:
             return
         self._refresh()
-        slots = self._slots
-        if reader == "scores":
-            slots = {
-                table: slot
-                for table, slot in slots.items()
-                if worth_keeping(slot.mask.rect, slot.mask.block)
-            }
+        slots = {}
+        for table, slot in self._slots.items():
+            if reader != "scores" or worth_keeping(slot.mask.rect, slot.mask.block):
+                slots[table] = slot
         record = self._records.get(reader, {})
         if record.keys() != slots.keys():
             record = {table: RowFlags(len(slots[table].weight)).add_all() for table in slots}
@@ -279,7 +276,7 @@ class TableBatchHooks:
         """Read masks and weights again if either was replaced. Mark all rows as dirty if weights
         were written outside of a backward."""
         writes = self._count_writes()
-        key = *self._masks_key(), *writes
+        key = self._masks_key(), tuple(writes)
         if key != self._slots_key:
             with torch.no_grad():
                 self._read_masks()
@@ -354,7 +351,7 @@ class TableBatchHooks:
             passed = self._kept_ids.select(requested)
         # The weight 0 keeps gradients from removed rows. Without a backward, a lookup may read
         # them: they are rows of zeros.
-        self._zeroes_next = passed is requested and torch.is_grad_enabled()
+        self._weighs_next = passed is requested and torch.is_grad_enabled()
         # Outside of no_grad(): only training forwards are sampled.
         sampled = self._sampled.due()
         with torch.no_grad():
@@ -370,7 +367,7 @@ class TableBatchHooks:
     def _weigh_ids(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
         """Give ids of removed rows the weight 0, unless they were dropped. A forward pre-hook of
         FBGEMM's module."""
-        if self._zeroes_next and self._kept_ids:
+        if self._weighs_next and self._kept_ids:
             return args, self._batch.mask_weights(call, self._kept_ids.flags)
         return None
 
@@ -384,8 +381,8 @@ class TableBatchHooks:
         lookup = _PendingLookup(
             requested=_copied_ids(requested) if self._counted else written,
             written=written,
-            # The key begins with _masks_key(). Another hook may have replaced the ids.
-            masks_key=self._slots_key[:2] if passed is args[0] else (),
+            # The masks that this lookup used; none if another hook has replaced the ids.
+            masks_key=self._slots_key[0] if passed is args[0] else (),
         )
         self._batch.pending.add(lookup)
         before_update = partial(self._before_update, lookup)

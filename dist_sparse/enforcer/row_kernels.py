@@ -37,7 +37,7 @@ class Feature(NamedTuple):
     cols: int = 0
     # How many rows of the shard's first block are in another shard.
     row_offset: int = 0
-    # Or its binary logarithm, if the kernel shifts instead of dividing.
+    # Rows of a block, or their binary logarithm if the kernel shifts.
     block_rows: int = 1
     col_offset: int = 0
     block_cols: int = 1

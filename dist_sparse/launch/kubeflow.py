@@ -68,7 +68,7 @@ def _drop_empty(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _rendezvous(spec: LaunchSpec) -> list[str]:
     """Return torchrun's rendezvous options; Kubernetes expands the variables in them."""
-    # Not c10d, for which the first node would have to learn from the DNS in time that it is first.
+    # Not c10d: there the first node must learn from the DNS, in time, that it is first.
     words = ["--rdzv-backend", "static", "--rdzv-endpoint", "", "--rdzv-id", _escape(new_id(spec))]
     words += ["--rdzv-conf", "timeout=600", "--master-addr", "$(PET_MASTER_ADDR)"]
     return [*words, "--master-port", "$(PET_MASTER_PORT)", "--node-rank", "$(PET_NODE_RANK)"]

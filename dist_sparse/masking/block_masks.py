@@ -263,7 +263,7 @@ def _read_histograms(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) 
     segments = [segment for table in tables for segment in table.segments.values()]
     # All are copied together: each wait would cost more than the copy.
     read = on_host([*(segment.histogram for segment in segments), *extremes])
-    # Zeros in front, as a rank may hold no shard: torch takes no empty list.
+    # The zeros come first: a rank may hold no shard, and torch.stack() takes no empty list.
     histograms = [torch.zeros(HISTOGRAM, dtype=torch.int64), *read[: len(segments)]]
     scores = torch.cat([torch.zeros(1, dtype=torch.int64), *read[len(segments) :]])
     for segment, histogram in zip(segments, histograms[1:], strict=True):
@@ -295,9 +295,10 @@ def _pass_of(table: ScoredTable) -> _Pass:
     # Kernels read weights as float32, which is not exact for float64.
     if width is not None and data.dtype != torch.float64:
         return _Pass(_score_flat, (*common, width))
-    # Blocks of one row do not reach into the table below. Single elements need no copy of their
-    # scores when they are scored alone.
-    if tensor.is_cpu and goal.block[0] == 1 != goal.block[1] and rect.numel <= SMALL:
+    # Tables are stacked: a block of one row never reaches into the next table. Blocks of one
+    # element are scored alone, without a copy of their scores.
+    part_of_row = goal.block[0] == 1 and goal.block[1] != 1
+    if tensor.is_cpu and part_of_row and rect.numel <= SMALL:
         return _Pass(_score_small, (*common, data.shape[1], rect.col, rect.cols, goal.block))
     return alone
 

@@ -329,9 +329,9 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     # (down, height, across, width) to one row of elements a block, and back.
     blocks = padded.view(down, height, across, width).transpose(1, 2).flatten(2)
     smallest = blocks.argsort(dim=-1, stable=True)[..., :zeros]
-    gone = torch.zeros_like(blocks, dtype=torch.bool).scatter_(-1, smallest, True)
-    gone &= chosen.unsqueeze(-1)
-    flat = gone.view(down, across, height, width).transpose(1, 2).flatten(2).flatten(0, 1)
+    removed = torch.zeros_like(blocks, dtype=torch.bool).scatter_(-1, smallest, True)
+    removed &= chosen.unsqueeze(-1)
+    flat = removed.view(down, across, height, width).transpose(1, 2).flatten(2).flatten(0, 1)
     return flat[:rows, :cols]
 
 

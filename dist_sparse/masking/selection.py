@@ -326,9 +326,9 @@ class _ScoreSearch(_Search):
     def threshold(self) -> Threshold:
         """Return the threshold, once it is found."""
         bits, last = self.last, self.last_index
-        if self.left == 0 < self.inside:
-            # The pool reached its bytes below this score: every block with it stays. No score is
-            # below 0, and there no index is removed.
+        if self.left == 0 and self.inside > 0:
+            # The pool has its bytes without this score: every block with it stays. Below the score
+            # 0 there is none, so last=-1 removes nothing.
             bits, last = (bits - 1, None) if bits else (0, -1)
         return Threshold(bits, last, removed=self.below + self.left)
 
@@ -546,7 +546,8 @@ class _Pool:
         most = {search: min(search.left, search.inside) for search in self.prices}
         total = sum(blocks * self.prices[search] for search, blocks in most.items())
         if not last and total > self._need:
-            # Not even a table whose whole bucket may be removed is done.
+            # A table may lose its whole bucket and still not be done: other tables may use up the
+            # bytes first.
             for search in self.prices:
                 search.done = False
             return

@@ -107,7 +107,7 @@ class Candidate:
             as by ``sparsify(level=1 - columns, block="col", rotate=groups)`` and ``compact()``: to
             a multiple of 4.
         groups: tables that are rotated together, as in :func:`~dist_sparse.rotate`: the output of a
-            table that is alone is turned back, and other tables keep all columns. With none every
+            table that is alone is rotated back, and other tables keep all columns. With none every
             table has the fraction ``columns``, not by a rotation: a smaller dense table.
         levels: fraction of rows removed, by the name of the table; others keep all.
 
@@ -285,7 +285,7 @@ class Choices:
         if kind == "columns":
             narrow = replace(candidate, groups=self.groups)
             lighter = _saving(self.tables, narrow, replace(candidate, columns=1.0))
-            # The basis that turns a lone table back may take more bytes than its columns did.
+            # The basis that rotates a lone table back may take more bytes than its columns did.
             worth = tuple(group for group in self.groups if group[0] in lighter)
             # If no rotation saves bytes, keep all groups: the candidate is shown as too large.
             candidate = replace(narrow, groups=worth or self.groups)
@@ -316,7 +316,8 @@ class Choices:
         def at(step: int) -> Candidate:
             return replace(candidate, levels=dict.fromkeys(self.prunable, step / _STEPS))
 
-        # Bytes never grow with the level. Without the last step, level 1: a row is kept.
+        # Bytes never grow with the level. The last step, level 1, is left out: a table keeps at
+        # least one row.
         lowest = bisect_left(
             range(_STEPS - 1), True, key=lambda step: at(step).served_bytes(pruned).total <= room
         )

@@ -89,8 +89,7 @@ class Plan:
 
     @property
     def update_memory(self) -> dict[str, int]:
-        """Most bytes that a mask update takes on a rank beside the tables, by the blocks of the
-        masks."""
+        """Peak bytes of a mask update on one rank, besides the tables, by block shape."""
         held = self.rank_bytes
         return {
             blocks: min(math.ceil(share * held) + constant, _SMALL_TABLE_COPIES * held)
@@ -320,7 +319,7 @@ def _recommend(choices: Choices, candidates: Iterable[Choice]) -> tuple[tuple[Ch
     # All columns in int8 lose nothing measurable: whatever else is removed can only lose.
     if int8 := _of_kind(fitting, "full", "int8"):
         return int8, _WHY_INT8.format(_without_untouched(int8[0]))
-    # A table that is rotated alone is turned back: no gain over small dense tables was measured.
+    # A table that is rotated alone is rotated back: no gain over small dense tables was measured.
     kind = "columns" if min(map(len, choices.groups), default=0) > 1 else "small"
     narrow_kind = kind if _of_kind(fitting, kind, "int8", "int4") else "small"
     narrow = _of_kind(fitting, narrow_kind, "int8", "int4")
@@ -373,16 +372,16 @@ def _without_headers(
     def width(choice: Choice) -> int:
         return choice.candidate.shape(widest)[1]
 
-    def widest_form(dtype: str) -> tuple[Choice, ...]:
+    def of_dtype(dtype: str) -> tuple[Choice, ...]:
         return _of_kind(fitting, "full", dtype) or _of_kind(fitting, kind, dtype)
 
     if max(map(width, _of_kind(fitting, kind, "int4")), default=0) >= _NO_GAIN_FROM:
         return ()
     # Among codes that keep at least half of the columns, take the finest, which CODED lists
     # first.
-    coded = chain(*map(widest_form, CODED))
+    coded = chain(*map(of_dtype, CODED))
     wide = [choice for choice in coded if 2 * width(choice) >= widest.shape[1]]
-    return (*widest_form(BY_COLUMN), *wide[:1])
+    return (*of_dtype(BY_COLUMN), *wide[:1])
 
 
 # ------------------------------------------------------------------------------

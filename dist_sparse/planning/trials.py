@@ -44,7 +44,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     Rows are removed first: by norm and Adagrad's sums where a fused Adagrad trains the tables,
     otherwise by the L2 norm; an attached enforcer changes nothing about that. Then tables are
     rotated and lose their last columns. Then the rest is rounded, and tables that were rotated
-    alone are turned back, so that they may differ from what is served in the last bit.
+    alone are rotated back, so that they may differ from what is served in the last bit.
 
     Afterwards, also after an error, the weights are what they were, bit for bit; what masks remove
     is zero. Takes a copy of this rank's shards. No optimizer state is written.
@@ -158,7 +158,7 @@ def _remove_rows(
 
 def _rotate(candidate: Candidate, located: Mapping[str, ShardedData]) -> dict[str, Tensor]:
     """Rotate tables and zero the columns that they lose; return the bases of the tables that are
-    turned back. Collective."""
+    rotated back. Collective."""
     turned_back: dict[str, Tensor] = {}
     for group in candidate.groups:
         ranks = group_over(located[group[0]].ranks)

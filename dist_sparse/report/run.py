@@ -410,7 +410,7 @@ def _read(folder: Path) -> Run:
     # First, for an error that names the missing file.
     _refuse_no_run(folder, RUN, LINES)
     about = read_about(file)
-    reader = _Reader()
+    reader = _Events()
     for number, line in read_lines(lines):
         try:
             reader.add(line)
@@ -449,7 +449,7 @@ def _refuse_no_run(folder: Path, *needed: str) -> None:
             )
 
 
-class _Reader:
+class _Events:
     """Collects the lines of a log one by one."""
 
     def __init__(self) -> None:

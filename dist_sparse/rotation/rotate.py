@@ -99,7 +99,7 @@ class _Rotation:
 
     Args:
         groups: names of tables that are rotated together.
-        alone: how the model looks up the tables in groups of one, whose outputs are turned back.
+        alone: how the model looks up the tables in groups of one, whose outputs are rotated back.
     """
 
     def __init__(
@@ -398,7 +398,7 @@ def _called_in_turn(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modu
         yield from _called_in_turn(child, f"{path}.{name}".lstrip("."))
 
 
-# Outputs of rotated tables are turned back: the model reads them as if nothing had been rotated.
+# Outputs of rotated tables are rotated back: the model reads them as if nothing had been rotated.
 #
 # The basis of a table is a buffer of the model's root, so that it is saved and loaded with the
 # weights. It is not in TorchRec's collections, which can be resharded only if their state is tables
@@ -410,7 +410,7 @@ _BASIS = "rotation_of_"
 
 
 def _turn_back(lookup: TableLookup, data: ShardedData) -> None:
-    """Have a module's output for a table turned back from now on, unless it is already."""
+    """Have a module's output for a table rotated back from now on, unless it is already."""
     root = lookup.root
     if _BASIS + data.name not in root._buffers:
         # Not in 16 bits: a rounded basis would add errors to every output.

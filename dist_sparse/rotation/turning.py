@@ -97,12 +97,11 @@ def _row_weights(data: ShardedData, lookups: Sequence[Tensor], span: range) -> T
         lookups: the counts of each shard's rows.
         span: the numbers of the rows, all of one shard.
     """
-    counts = next(
-        of_shard[_within(span, rect.row)]
-        for (rect, _), of_shard in zip(data.shards, lookups, strict=True)
-        if rect.col == 0 and span.start in _rows_of(rect)
-    )
-    return 1 + counts.double().unsqueeze(1)
+    for (rect, _), counts in zip(data.shards, lookups, strict=True):
+        # Lookups are counted in the leftmost shards.
+        if rect.col == 0 and span.start in _rows_of(rect):
+            return 1 + counts[_within(span, rect.row)].double().unsqueeze(1)
+    raise AssertionError("no leftmost shard has these rows")
 
 
 def _whole_rows(

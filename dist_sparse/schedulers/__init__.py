@@ -260,7 +260,7 @@ class CurveDataScheduler(ReadyDataScheduler):
     """
 
     _unsaved = ("data_sparsifier", "curve")
-    _named: ClassVar[Curve] = curves.constant
+    _curve: ClassVar[Curve] = curves.constant
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class CurveDataScheduler(ReadyDataScheduler):
         final: Finals,
         **plan: Any,
     ) -> None:
-        self.curve = curve or type(self)._named
+        self.curve = curve or type(self)._curve
         self.final = dict(final) if isinstance(final, Mapping) else final
         super().__init__(data_sparsifier, schedule_param, **plan)
 
@@ -372,7 +372,7 @@ class OneShotDataScheduler(CurveDataScheduler):
 class LinearDataScheduler(CurveDataScheduler):
     """Equal amounts at equal distances (:func:`~dist_sparse.schedulers.curves.linear`)."""
 
-    _named = curves.linear
+    _curve = curves.linear
 
 
 class CubicDataScheduler(CurveDataScheduler):
@@ -393,13 +393,13 @@ class CubicDataScheduler(CurveDataScheduler):
         {'table': 0.7000000000000001}
     """
 
-    _named = curves.cubic
+    _curve = curves.cubic
 
 
 class CosineDataScheduler(CurveDataScheduler):
     """Half a cosine wave, slow at both ends (:func:`~dist_sparse.schedulers.curves.cosine`)."""
 
-    _named = curves.cosine
+    _curve = curves.cosine
 
 
 class ExponentialDataScheduler(CurveDataScheduler):
@@ -411,7 +411,7 @@ class ExponentialDataScheduler(CurveDataScheduler):
     Here the density, 1 at first, is multiplied, and the value depends on the step alone.
     """
 
-    _named = curves.exponential
+    _curve = curves.exponential
 
 
 class LambdaDataScheduler(ReadyDataScheduler):

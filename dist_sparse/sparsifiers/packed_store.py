@@ -477,7 +477,7 @@ class PackedStore:
             if table.counted is not None
         }
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
-        # No entry without counts: DCP fails to find an entry of an empty mapping.
+        # Tables without counts get no entry: DCP does not find the entry of an empty mapping.
         return {**saved, "counts": counts} if counts else saved
 
     def _masks_to_write(self) -> dict[str, list[BlockMask]]:

@@ -104,7 +104,7 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     inside it, and the module inside replaces it here. A module that is reached twice has its first
     path.
     """
-    return {at.path: at.module for at in _places(model, set())}
+    return {at.path: at.module for at in _visits(model, set())}
 
 
 class ModelTables:
@@ -216,7 +216,7 @@ class ModelTables:
         return chosen
 
 
-class _Place(NamedTuple):
+class _Visit(NamedTuple):
     """Where a module is in a model.
 
     Args:
@@ -233,15 +233,15 @@ class _Place(NamedTuple):
     inside: str = ""
     ddp: DistributedDataParallel | None = None
 
-    def child(self, name: str, module: nn.Module) -> _Place:
+    def child(self, name: str, module: nn.Module) -> _Visit:
         kinds = type(self.module).__mro__
         spelled = {name, *(f"{kind.__name__}.{name}" for kind in kinds)}
         path = self.path if _WRAPPED & spelled else _join(self.path, name)
         trail = _join(self.trail, name)
         # The innermost DDP counts: its process group may be smaller than the one around it.
         if isinstance(self.module, DistributedDataParallel):
-            return _Place(module, path, trail, "", self.module)
-        return _Place(module, path, trail, _join(self.inside, name), self.ddp)
+            return _Visit(module, path, trail, "", self.module)
+        return _Visit(module, path, trail, _join(self.inside, name), self.ddp)
 
     def ranks(self, parameter: str) -> tuple[int, ...] | None:
         """Return the ranks that hold a copy of a parameter of the module; None is this one."""
@@ -252,10 +252,10 @@ class _Place(NamedTuple):
         return several(dist.get_process_group_ranks(self.ddp.process_group))
 
 
-def _places(model: nn.Module, seen: set[int]) -> Iterator[_Place]:
+def _visits(model: nn.Module, seen: set[int]) -> Iterator[_Visit]:
     """Yield the modules of a model, each once and before its children. Modules whose id the caller
     adds to ``seen`` are left out, and so are modules that only they contain."""
-    waiting = [_Place(model)]
+    waiting = [_Visit(model)]
     while waiting:
         at = waiting.pop()
         if id(at.module) in seen:
@@ -287,7 +287,7 @@ class _Entry:
     name: str
     path: str
     fqn: str
-    at: _Place
+    at: _Visit
     locate: Callable[[str, _Read], ShardedData]
     dense: nn.Parameter | None = None
 
@@ -309,7 +309,7 @@ class _Walk:
 
     def __init__(self, *, slots: bool) -> None:
         self._seen: set[int] = set()
-        # By id. A module without a bias has None in its place: never an entry.
+        # By id. None counts as seen: a module without a bias has it there.
         self._seen_dense = {id(None)}
         self._table_weights: set[int] = set()
         self._slots = slots
@@ -317,12 +317,12 @@ class _Walk:
     def entries_in(self, model: nn.Module) -> list[_Entry]:
         """Return all entries of a model, in its order."""
         entries: list[_Entry] = []
-        for at in _places(model, self._seen):
+        for at in _visits(model, self._seen):
             entries += self._entries_at(at)
         # A weight that an embedding shares with another module is a table, whichever comes first.
         return [entry for entry in entries if id(entry.dense) not in self._table_weights]
 
-    def _entries_at(self, at: _Place) -> Iterator[_Entry]:
+    def _entries_at(self, at: _Visit) -> Iterator[_Entry]:
         module = at.module
         label = at.path.replace(".", "/")
         reason = self._refusal(module)
@@ -375,13 +375,13 @@ class _Walk:
         port = torchrec_port()
         return port.refusal(module) if port else None
 
-    def _sharded_tables(self, collection: TableCollection, at: _Place) -> Iterator[_Entry]:
+    def _sharded_tables(self, collection: TableCollection, at: _Visit) -> Iterator[_Entry]:
         for table in collection.tables:
             fqn = collection.fqn(at.path, table.name)
             locate = partial(_sharded_table, at.module, table.name, fqn)
             yield _Entry(table.name, at.path, fqn, at, locate)
 
-    def _unsharded_tables(self, collection: TableCollection, at: _Place) -> Iterator[_Entry]:
+    def _unsharded_tables(self, collection: TableCollection, at: _Visit) -> Iterator[_Entry]:
         # A place for each table: DDP may ignore some tables of a collection.
         embeddings = collection.embeddings()
         for table in collection.tables:
@@ -389,7 +389,7 @@ class _Walk:
             yield from self._table(place, table.name, at.path, table.features)
 
     def _table(
-        self, at: _Place, name: str, path: str, features: tuple[str, ...] = ()
+        self, at: _Visit, name: str, path: str, features: tuple[str, ...] = ()
     ) -> Iterator[_Entry]:
         """Yield the table of an embedding of torch's, unless its weight was yielded before."""
         # Not .weight, which would compute a parametrized weight.
@@ -400,7 +400,7 @@ class _Walk:
             locate = partial(_replicated, at, "weight", fqn, features)
             yield _Entry(name, path, fqn, at, locate)
 
-    def _dense_parameters(self, at: _Place) -> Iterator[_Entry]:
+    def _dense_parameters(self, at: _Visit) -> Iterator[_Entry]:
         """Yield the parameters of a module itself, each once in a model."""
         for name, parameter in at.module._parameters.items():
             if id(parameter) in self._seen_dense:
@@ -418,7 +418,7 @@ def _sharded_table(module: nn.Module, table: str, fqn: str, name: str, read: _Re
 
 
 def _replicated(
-    at: _Place, attribute: str, fqn: str, features: tuple[str, ...], name: str, _: _Read
+    at: _Visit, attribute: str, fqn: str, features: tuple[str, ...], name: str, _: _Read
 ) -> ShardedData:
     """Return the data of a parameter that every rank of the DDP around it holds whole, or this rank
     alone."""
@@ -513,7 +513,7 @@ def _join(path: str, name: str, separator: str = ".") -> str:
 def is_sharded(data: object) -> bool:
     """Whether ``data`` is a ShardedTensor or a DTensor. By name, so that their modules are imported
     only by programs that use them."""
-    # Of the path of the Python module only "torch": releases of torch have moved DTensor.
+    # Compare the top package only: releases of torch have moved DTensor.
     kinds = {(kind.__name__, kind.__module__.partition(".")[0]) for kind in type(data).__mro__}
     return not kinds.isdisjoint({("ShardedTensor", "torch"), ("DTensor", "torch")})
 

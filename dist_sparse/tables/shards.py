@@ -61,7 +61,7 @@ class Rect(NamedTuple):
     def intersect(self, other: Rect) -> Rect | None:
         """Return the common rectangle, or None when it is empty."""
         row, col = max(self.row, other.row), max(self.col, other.col)
-        # Below zero where they are apart: not a rectangle.
+        # Negative if the rectangles are apart.
         rows, cols = min(self.row_end, other.row_end) - row, min(self.col_end, other.col_end) - col
         return Rect(row, col, rows, cols) if rows > 0 and cols > 0 else None
 

@@ -541,7 +541,7 @@ class _PrunedTable:
         if not self.group:
             return kept * math.prod(self.block) * itemsize + index_bytes(rows)
         width = narrow_width(kept * self.block[1], columns)
-        # Only a table that is rotated alone is turned back, by a basis that is served too.
+        # Only a table that is rotated alone is rotated back, by a basis that is served too.
         basis = basis_bytes(columns, width) if self.group == 1 else 0
         return rows * width * itemsize + basis
 

@@ -177,8 +177,9 @@ class Guard:
         checks.refuse(
             {
                 f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in list(_SIGNS),
-                f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
-                not in (None, mode),
+                f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": (
+                    state.mode not in (None, mode)
+                ),
                 "guard() needs a schedule with a final level; function schedules have none.": (
                     not isinstance(self._scheduler, CurveDataScheduler)
                 ),
@@ -188,9 +189,9 @@ class Guard:
                     sparsifier.decay < 1
                 ),
                 "The first guard() must come before the first mask update that removes weights: its"
-                " metric is the reference. Validate before begin=, or begin later.": state.mode
-                is None
-                and not masks.tables.keeps_all,
+                " metric is the reference. Validate before begin=, or begin later.": (
+                    state.mode is None and not masks.tables.keeps_all
+                ),
             }
         )
         self._last.check(masks.tables.locate())

@@ -161,11 +161,11 @@ class SparseTraining:
 
         The first call must come before the first mask update that removes weights: its metric is
         the first reference, and later the best one that held is. From then on, each mask update
-        waits until a validation has accepted the one before; an update that the schedule has
-        meanwhile happens at the first step after that. While the metric holds, the schedule goes
-        on. When it falls, the last mask update is undone: its masks, the weights that it removed
-        and their optimizer state are as they were before it, all other weights stay as they are
-        now. The schedule then ends, at the level of the update before.
+        waits until a validation has accepted the one before; an update scheduled in the
+        meantime runs at the first step after that. While the metric holds, the schedule goes on.
+        When it falls, the last mask update is undone: its masks, the weights that it removed and
+        their optimizer state are as they were before it, all other weights stay as they are now.
+        The schedule then ends, at the level of the update before.
 
         A metric that falls while no update waits for its validation undoes nothing: the next update
         waits until it holds again.
