@@ -2,19 +2,19 @@
 
 The rows of a following table are *slots*. The collection is built like a compact one, with slots
 instead of kept rows: ``inner`` stores them, and :class:`FollowingIds` translates ids in front of
-it. :class:`FollowingIds` also records the ids of training batches until they are counted, and how
-many batches a train pipeline has translated ahead.
+it. :class:`FollowingIds` also records the ids of training batches until they are counted, and which
+batches a train pipeline has translated ahead.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dist_sparse import checks
@@ -239,12 +239,14 @@ class FollowingIds(CompactIds):
     Attributes:
         lookup_stats: the :class:`LookupStats` of each table, int64 ``(4,)``: training lookups on
             this rank since the last update, as of the last :meth:`count_batches`.
-        ahead: the number of training batches that are translated and not looked up yet.
     """
 
     def __init__(self, tables: Sequence[Any], indexes: Mapping[str, Any], collection: Any) -> None:
         super().__init__(tables, indexes, collection)
         self.lookup_stats = {name: torch.tensor(LookupStats()) for name in indexes}
+        # Training batches that are translated and not looked up yet, ids and lengths as below. A
+        # weak reference does not keep alive what a pipeline drops.
+        self._in_flight: list[tuple[weakref.ref[Any], Tensor, list[int]]] = []
         # Ids of training batches, and how many each feature has. A step only copies them; counting
         # waits for an update.
         self._batches: list[tuple[Tensor, list[int]]] = []
@@ -254,7 +256,12 @@ class FollowingIds(CompactIds):
         # Maps a batch to flags: which of its ids had a slot when it was translated. Keys are weak,
         # because a batch that a pipeline drops is never looked up.
         self._kept: Any = WeakIdKeyDictionary()
-        self.ahead = 0
+
+    @property
+    def ahead(self) -> int:
+        """How many training batches are translated and not looked up yet."""
+        self._in_flight = [batch for batch in self._in_flight if batch[0]() is not None]
+        return len(self._in_flight)
 
     @property
     def slots(self) -> dict[str, SlotIndex]:
@@ -263,10 +270,18 @@ class FollowingIds(CompactIds):
         return slots
 
     def record_lookup(self, features: object) -> None:
-        """Record that the collection looks up a batch."""
-        # TorchRec's pipelines trace the forward once, with a Proxy instead of a batch.
-        if self._trains() and not isinstance(features, Proxy):
-            self.ahead -= 1
+        """Record that the collection has looked up a batch: now it counts. A batch in flight does
+        not, because a run that resumes from a checkpoint translates it again."""
+        for place, (translated, values, lengths) in enumerate(self._in_flight):
+            if translated() is features:
+                # Pipelines look batches up in the order of their translation: those before this one
+                # were dropped, at the end of an epoch or by an exception.
+                del self._in_flight[: place + 1]
+                self._batches.append((values, lengths))
+                self._num_copied += len(values)
+                break
+        if self._num_copied > _MOST_COPIED:
+            self.count_batches()
 
     def kept(self, features: KeyedJaggedTensor) -> Tensor:
         """Return which ids of a batch had a slot when it was translated: bool ``(n,)``, in the
@@ -296,8 +311,8 @@ class FollowingIds(CompactIds):
     def count_batches(self) -> None:
         """Count the ids of recorded batches, and update :attr:`lookup_stats`.
 
-        Call it before ids are admitted: a lookup counts as missed by the current index, and the
-        recorded batches were translated by that index."""
+        Call it before ids are admitted: a lookup counts as missed by the current index. Of the
+        batches that were in flight at an update, this may differ from what they read."""
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
         for values, lengths in self._batches:
             for table, ids in zip(self._tables, torch.split(values, lengths), strict=True):
@@ -332,9 +347,6 @@ class FollowingIds(CompactIds):
         self.lookup_stats[table] += torch.tensor(stats)
         return distinct.cpu(), times.cpu()
 
-    def _trains(self) -> bool:
-        return torch.is_grad_enabled() and bool(self.collection[0].training)
-
     def _rows_of(self, table: str, ids: Tensor) -> Tensor:
         # The base class reads a map of all ids, which each update would rebuild.
         if table not in self.indexes:
@@ -348,14 +360,10 @@ class FollowingIds(CompactIds):
         if not self.collection[0].pooled:
             # An update may change the index before the output of this batch is assembled.
             self._kept[features] = kept
-        if not self._trains():
-            return
-        self.ahead += 1
-        # Copy the ids: the training loop may reuse its buffers.
-        self._batches.append((ordered.values().clone(), ordered.length_per_key()))
-        self._num_copied += len(kept)
-        if self._num_copied > _MOST_COPIED:
-            self.count_batches()
+        if torch.is_grad_enabled() and self.collection[0].training:
+            # Copy the ids: the training loop may reuse its buffers.
+            ids = ordered.values().clone()
+            self._in_flight.append((weakref.ref(features), ids, ordered.length_per_key()))
 
 
 class _Following(IndexedCollection):
@@ -379,8 +387,9 @@ class _Following(IndexedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """Return the embeddings, as the collection of TorchRec does."""
+        found = super().forward(features)
         self.following_ids.record_lookup(features)
-        return super().forward(features)
+        return found
 
 
 class FollowingEmbeddingBagCollection(_Following, CompactEmbeddingBagCollection):

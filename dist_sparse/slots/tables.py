@@ -1,6 +1,6 @@
 """`FollowingTables` gives the slots of following tables to the most looked-up ids.
 
-Steps between updates are local: ids are recorded as they are translated. An update has four phases.
+Steps between updates are local: ids are recorded as they are looked up. An update has four phases.
 All ranks finish one before any begins the next:
 
 1. Count: each rank sends the recorded lookups to the ranks that own the ids.

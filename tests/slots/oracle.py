@@ -53,7 +53,7 @@ class Oracle:
         return self.id_of_slot.index(number) if number in self.id_of_slot else -1
 
     def look_up(self, ids: Sequence[int]) -> list[int]:
-        """Count ids as they are translated; return their slots."""
+        """Count ids as they are looked up; return their slots."""
         for number in ids:
             self.counts[number] = min(MOST, self.counts[number] + self.weight)
         return [self.slot(number) for number in ids]

@@ -67,12 +67,13 @@ def test_artifact_and_delta(world: int, kind: str, bags: bool, tmp_path: Path) -
     assert (table.rows, table.kept) == (IDS["item"], SLOTS["item"])
     served = load_served(tmp_path / "base") if dist.get_rank() == 0 else None
     check_served(served, built.model)
-    # As if batches were in flight: slots that are reserved are no one's yet.
+    # With a batch in flight: slots that are reserved are no one's yet.
     train(built, slots, range(6, 8), world)
     built.optimizer.zero_grad()
     loss, _ = built.model(batch(8, world))
     loss.backward()
-    built.model.module.tables.following_ids.ahead = 1
+    in_flight = batch(9, world)
+    built.model.module.tables.following_ids(in_flight)
     slots.step()
     delta = export(built.model, None, tmp_path / "delta", since=base)
     whole = export(built.model, None, tmp_path / "whole")
