@@ -169,9 +169,12 @@ class SlotIndex(nn.Module):
 
         A reserved slot belongs to no id yet: lookups of ``coming`` find none before
         :meth:`admit`."""
+        buckets = self._current_buckets()
         self.id_of_slot[self(leaving).long()] = VACANT
         [free] = (self.id_of_slot == VACANT).nonzero(as_tuple=True)
         self.id_of_slot[free[: len(coming)]] = (-2 - coming).to(self.id_of_slot.dtype)
+        # The hash table stays valid: a lookup compares the holder, and these slots have none.
+        self._buckets = buckets._replace(version=self.id_of_slot._version)
 
     def admit(self) -> tuple[Tensor, Tensor]:
         """Turn reservations into holders; return the new holders and their slots, both int64
@@ -179,7 +182,10 @@ class SlotIndex(nn.Module):
         [slots] = (self.id_of_slot < VACANT).nonzero(as_tuple=True)
         # A reservation is -2 - id, which is its own inverse.
         ids = -2 - self.id_of_slot[slots]
-        self.id_of_slot[slots] = ids
+        if len(slots):
+            self.id_of_slot[slots] = ids
+            # Now, in step(): otherwise the next forward would build it.
+            self._current_buckets()
         return ids.long(), slots
 
     def _bucket(self, ids: Tensor) -> Tensor:

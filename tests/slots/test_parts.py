@@ -142,3 +142,28 @@ def test_weight_of_lookups_is_the_decay() -> None:
         exact = (exact + 1) * 0.8
     # In lookups of the time that begins.
     assert total / weight.now == pytest.approx(exact, rel=0.02)
+
+
+def test_hash_table_is_built_by_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update builds it once, when it admits ids; no lookup after it does, nor one between."""
+    index = SlotIndex(70, 4, torch.tensor([2, 5, 9]))
+    index(torch.tensor([2]))
+    built: list[Any] = []
+    monkeypatch.setattr(torch, "bincount", _recorded(torch.bincount, built))
+    index.hand_over(torch.tensor([5]), torch.tensor([7, 8]))
+    assert index(torch.tensor([2, 5, 7, 8, 9])).tolist() == [0, -1, -1, -1, 2]
+    assert not built
+    index.admit()
+    assert len(built) == 1
+    assert index(torch.tensor([2, 5, 7, 8, 9])).tolist() == [0, -1, 1, 3, 2]
+    index.admit()
+    index(torch.tensor([2]))
+    assert len(built) == 1
+
+
+def _recorded(function: Any, calls: list[Any]) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
+        calls.append(args)
+        return function(*args, **named)
+
+    return call
