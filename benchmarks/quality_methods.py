@@ -56,6 +56,9 @@ METHODS = (*_NARROWED, *_SMALL, *_FINE, "rows", *_SHARED)
 _SIZES = {5: (8, 4), 11: (4, 3), 21: (3,), 22: (2,)}
 """For each number of codes what is tried of columns in a group."""
 
+_BOOKS_OF_A_ROW = 0.015
+"""Bytes of books for each row and column, in tables that are as large as Gowalla's."""
+
 
 def _row_bytes(dim: int, dtype: str) -> float:
     """Bytes of a row of values; in 8 and 4 bits with a scale and a bias of 2 bytes each. Scales of
@@ -77,13 +80,13 @@ def forms(method: str, budget: float) -> list[Case]:
         return [{"dim": int(budget / 4), "dtype": "fp32", "kept": int(budget / 4)}]
     wide = method in _NARROWED
     if method in _CODES:
-        # Books take less than a byte a row of tables as large as Gowalla's.
         return [
             {"dim": DIM if wide else codes * size, "dtype": CODES, "kept": codes * size}
             | {"codes": codes}
             for codes, sizes in _SIZES.items()
-            if budget / 1.2 <= codes + 1 <= budget
+            if budget / 1.2 <= codes + 1
             for size in sizes
+            if codes + _BOOKS_OF_A_ROW * codes * size <= budget
         ]
     if wide or method in _SMALL:
         dtypes = (BY_COLUMN,) if method.endswith("by column") else ("int8", "int4")

@@ -81,6 +81,7 @@ class DecodingHooks:
 
     Attributes:
         shards: the shards of this rank.
+        places: the shards, by address and shape of their weights.
         coded: the live codes, by table.
 
     Raises:
@@ -97,9 +98,9 @@ class DecodingHooks:
         on_reshard: Callable[[], object],
     ) -> None:
         self._commitment, self._on_reshard = commitment, on_reshard
-        # The address alone is ambiguous: empty shards share one, and the first table of a kernel
+        # An address alone is ambiguous: empty shards share one, and the first table of a kernel
         # begins where the storage of all of them does.
-        self._by_weight: dict[tuple[int, torch.Size], CodedShard] = {}
+        self.places: dict[tuple[int, torch.Size], CodedShard] = {}
         self.coded: dict[str, ShardedData] = {}
         for data in located:
             rows, columns = data.shape
@@ -115,7 +116,7 @@ class DecodingHooks:
             codes = []
             for rect, weight in data.shards:
                 shard = CodedShard(data.name, rect, weight, width)
-                self._by_weight[weight.data_ptr(), weight.shape] = shard
+                self.places[weight.data_ptr(), weight.shape] = shard
                 codes.append(Shard(in_groups(rect), shard.codes))
             self.coded[data.name] = replace(
                 data,
@@ -124,7 +125,7 @@ class DecodingHooks:
                 tiling=tuple(tuple(map(in_groups, rects)) for rects in data.tiling),
                 shards=tuple(codes),
             )
-        self.shards = [*self._by_weight.values()]
+        self.shards = [*self.places.values()]
         self._unhooked = {*self.shards}
         self._handles = ExitStack()
         self._hooked: dict[nn.Module, list[nn.Module]] = {}
@@ -164,7 +165,7 @@ class DecodingHooks:
 
     def _hook_kernel(self, kernel: LookupKernel) -> None:
         weights = kernel.weights()
-        shards = [self._by_weight.get((weight.data_ptr(), weight.shape)) for weight in weights]
+        shards = [self.places.get((weight.data_ptr(), weight.shape)) for weight in weights]
         coded = [shard for shard in shards if shard is not None]
         if coded:
             by_feature = [(shards[table], weights[table].shape[1]) for table in kernel.features]
@@ -176,7 +177,7 @@ class DecodingHooks:
         # they look nothing up.
         weights = [] if type(module) is nn.Module else module.parameters(recurse=False)
         for weight in weights:
-            shard = self._by_weight.get((weight.data_ptr(), weight.shape))
+            shard = self.places.get((weight.data_ptr(), weight.shape))
             if shard is None:
                 continue
             # Classes are compared exactly: a subclass may do more in its forward.
@@ -276,16 +277,26 @@ def _pool(
         weights: a factor for each id of all features; those of the rows are at ``span``. A
             weighted mean divides by the number of rows.
     """
+    factors = None
     # TorchRec's kernels ignore integer weights.
     if weights is not None and weights.is_floating_point():
-        rows = rows * weights[span].unsqueeze(1)
+        factors = weights[span].float()
+        # embedding_bag() rounds sums of products as the lookups of an artifact do, but has no
+        # weighted means.
+        if pooling == "mean":
+            rows, factors = rows * factors.unsqueeze(1), None
     # Most bags of real models have one id, which needs no pooling. On an accelerator the test
     # itself would synchronize.
     if offsets.is_cpu and len(rows) == len(offsets) - 1 and bool((offsets.diff() == 1).all()):
-        return rows
+        return rows if factors is None else rows * factors.unsqueeze(1)
     places = torch.arange(len(rows), device=rows.device)
     return F.embedding_bag(
-        places, rows.float(), offsets.long(), mode=pooling, include_last_offset=True
+        places,
+        rows.float(),
+        offsets.long(),
+        mode=pooling,
+        per_sample_weights=factors,
+        include_last_offset=True,
     )
 
 

@@ -7,17 +7,29 @@ recomputed from a checkpoint's weights, and the checkpoint holds them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dist_sparse.checks import digest, integer, number
-from dist_sparse.codes.books import ENTRIES, assign, learn_books, refit_books, sample_rows
-from dist_sparse.codes.decoding import DecodingHooks, divisors
+from dist_sparse.codes.books import (
+    ENTRIES,
+    LARGEST_HALF,
+    assign,
+    learn_books,
+    refit_books,
+    sample_rows,
+)
+from dist_sparse.codes.decoding import CodedShard, DecodingHooks, divisors
+from dist_sparse.enforcer.dense import leaves
+from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.groups import group_over, rank_in, world_group
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -32,6 +44,9 @@ from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 LEAST_ROWS = 20_000
 
 _STATE_KEYS = {"step", "schedule", "fitted", "books", "codes"}
+
+# The hooks of all handles of this process that are attached.
+_ATTACHED: WeakSet[DecodingHooks] = WeakSet()
 
 
 def quantize(
@@ -60,7 +75,8 @@ def quantize(
         model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it
             first.
         optimizer: the optimizer that steps it, or a sequence of all of them, as of
-            :func:`~dist_sparse.sparsify`. It steps the floats as before.
+            :func:`~dist_sparse.sparsify`. It steps the floats as before. ``[]`` means that all
+            tables are fused.
         codes: bytes of a row, a divisor of the table's columns: of all tables, or by the names of
             the tables that have codes.
         begin: the first step at which books and codes change; steps count from 0.
@@ -73,7 +89,8 @@ def quantize(
             factor**: then L2 acts on the floats, as it does without codes. Otherwise it shrinks
             only the decoded rows, and floats drift away from them. 0 suits optimizers with weight
             decay.
-        sparse: the sparsifier of the same tables, by whole rows. Call its ``step()`` first.
+        sparse: the sparsifier of the same tables, by whole rows; required if one is attached to
+            them. Call its ``step()`` first.
 
     Returns:
         A handle with ``step()``, to be called after each optimizer step, ``summary()``,
@@ -82,8 +99,8 @@ def quantize(
     Raises:
         ValueError: an argument is invalid; a table has fewer than 20,000 rows, or columns that
             ``codes`` does not divide; shards cut a group of columns; a module reads something else
-            than rows, or their sums or means; masks remove parts of rows, or still rotate tables.
-            Raised on every rank, and nothing is attached.
+            than rows, or their sums or means; masks remove parts of rows, or still rotate tables;
+            a table has codes already. Raised on every rank, and nothing is attached.
 
     Source: Jégou et al., Product quantization for nearest neighbor search, 2011.
 
@@ -114,6 +131,10 @@ def quantize(
         located = {data.name: data for data in source.locate()}
         groups = _groups_of(codes, located)
         _refuse_masks(sparsifier, groups, located)
+        _refuse_coded([located[name] for name in groups])
+        for each in tree_leaves(optimizer):
+            # Codes need no optimizer. Iterating refuses anything else, which must be a mistake.
+            deque(leaves(each))
         facts["begin, end, every"] = asdict(schedule)
         facts["codes, commitment, sparse"] = [groups, factor, sparse is not None]
     handle = CodedTraining(source, groups, schedule, factor, sparsifier)
@@ -159,18 +180,19 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         self._step, self._is_fitted = 0, False
         self._masks_version: int | None = None
         self._hooks: DecodingHooks | None = None
+        self._shapes = {data.name: data.shape for data in source.locate(groups)}
         self.books: dict[str, Tensor] = {}
-        for data in self._located():
-            shape = groups[data.name], ENTRIES, data.shape[1] // groups[data.name]
-            self.books[data.name] = torch.zeros(shape, dtype=torch.float16)
+        for name, (_, columns) in self._shapes.items():
+            shape = groups[name], ENTRIES, columns // groups[name]
+            self.books[name] = torch.zeros(shape, dtype=torch.float16)
 
     def step(self) -> None:
         """Call after each optimizer step, and after the ``step()`` of what sparsifies the model:
         fit books and assign codes when the schedule says so. Collective then, otherwise local.
 
         Raises:
-            ValueError: weights are not finite, or shards cut a group of columns; on every rank, and
-                nothing has changed.
+            ValueError: weights are not finite or beyond float16, shards cut a group of columns, or
+                a table was compacted; on every rank, and nothing has changed.
             RuntimeError: the handle is detached.
         """
         hooks = self._live_hooks()
@@ -213,11 +235,9 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         """
         hooks = self._live_hooks()
         with world_group().agreeing("load_state_dict()") as facts:
-            if not isinstance(state_dict, Mapping) or set(state_dict) != _STATE_KEYS:
-                raise ValueError(
-                    f"Invalid state of codes: it must have the keys {sorted(_STATE_KEYS)}."
-                )
-            step, fitted = state_dict["step"], state_dict["fitted"]
+            _refuse_foreign(state_dict, set(self.books))
+            step = integer("step", state_dict["step"], least=0)
+            fitted = state_dict["fitted"]
             schedule = Window(**state_dict["schedule"])
             books, copies = {}, []
             for name, table in hooks.coded.items():
@@ -239,13 +259,14 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         """Make lookups return floats again. Books stay, codes are dropped."""
         if self._hooks is not None:
             self._hooks.remove()
+            _ATTACHED.discard(self._hooks)
             self._hooks = None
 
     def summary(self) -> str:
         """Return a text table of the tables and their bytes. Local."""
         head = ("table", "shape", "codes x columns", "floats", "codes", "books")
         lines = []
-        for data in self._located():
+        for data in self.located():
             groups, _, width = self.books[data.name].shape
             codes, books = data.shape[0] * groups, self.books[data.name].nbytes
             sizes = map(size, (codes * width * data.dtype.itemsize, codes, books))
@@ -261,7 +282,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             ValueError: shards cut a group of columns, or something else reads a table.
         """
         hooks = DecodingHooks(
-            self._source.model, self._located(), self._groups, self._commitment, self.attach
+            self._source.model, self.located(), self._groups, self._commitment, self.attach
         )
         with ExitStack() as undo, torch.no_grad():
             undo.callback(hooks.remove)
@@ -274,6 +295,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         # Nothing raises from here on.
         self.detach()
         self._hooks = hooks
+        _ATTACHED.add(hooks)
 
     def coded(self) -> dict[str, ShardedData]:
         """Return the codes that lookups decode, as tables of bytes ``(rows, groups)``, sharded like
@@ -287,15 +309,28 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             raise ValueError(f"There are no codes to export: {self!r}.")
         return self._live_hooks().coded
 
+    def located(self) -> list[ShardedData]:
+        """Return the tables that have codes, as they are stored now. Local.
+
+        Raises:
+            ValueError: a table has another shape than in :func:`~dist_sparse.quantize`.
+        """
+        tables = self._source.locate(self._groups)
+        for data in tables:
+            if data.shape != self._shapes[data.name]:
+                raise ValueError(
+                    f"Table {data.name!r} is {shape_text(data.shape)}, and was"
+                    f" {shape_text(self._shapes[data.name])} when it got codes: call compact()"
+                    " first, and quantize() for the model that it returns."
+                )
+        return tables
+
     def __exit__(self, *_: object) -> None:
         self.detach()
 
     def __repr__(self) -> str:
         tables = number_of(len(self._groups), "table")
         return f"CodedTraining(step {self._step}, {tables}, {self._schedule})"
-
-    def _located(self) -> list[ShardedData]:
-        return self._source.locate(self._groups)
 
     def _live_hooks(self) -> DecodingHooks:
         """Return the hooks on the modules that look tables up now.
@@ -318,11 +353,9 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             # The enforcer zeroes dirty rows when a lookup reads them; books are fitted to all rows.
             self.sparsifier.masks.hooks.settle()
             for shard in hooks.shards:
-                if not bool(torch.stack(torch.aminmax(shard.weight)).isfinite().all()):
-                    raise ValueError(
-                        f"Table {shard.name!r} has weights in {shard.rect} that are not finite."
-                    )
-        for data in self._located():
+                _refuse_range(shard)
+            tables = self.located()
+        for data in tables:
             group, name = group_over(data.ranks), data.name
             if self._is_fitted:
                 self.books[name] = refit_books(data, group, self.books[name], hooks.coded[name])
@@ -355,10 +388,29 @@ def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]
     return groups
 
 
+def _refuse_coded(tables: Sequence[ShardedData]) -> None:
+    """Refuse tables that have codes: two hooks would decode them by different books."""
+    for data in tables:
+        for _, weight in data.shards:
+            place = weight.data_ptr(), weight.shape
+            if weight.numel() and any(place in hooks.places for hooks in _ATTACHED):
+                raise ValueError(
+                    f"Table {data.name!r} has codes already: call detach() of their handle first."
+                )
+
+
 def _refuse_masks(
     sparsifier: BaseDataSparsifier, groups: Mapping[str, int], located: Mapping[str, ShardedData]
 ) -> None:
-    """Refuse masks of parts of rows: a decoded row would not be zero there."""
+    """Refuse masks of parts of rows, because a decoded row would not be zero there, and masks of
+    other sparsifiers, because their removed rows would not be zero."""
+    for name in groups:
+        weights = [(name, weight) for _, weight in located[name].shards]
+        refuse_masked(
+            weights,
+            but=sparsifier.masks.enforcer,
+            how="pass sparse=, what sparsify() returned for them.",
+        )
     for name in sparsifier.data_groups.keys() & groups.keys():
         shape = sparsifier.data_groups[name]["sparse_block_shape"]
         block = resolve_block(name, shape, located[name].shape)
@@ -367,6 +419,32 @@ def _refuse_masks(
                 f"Table {name!r}: sparse removes {block[0]} x {block[1]} blocks, and codes need"
                 " whole rows: compact() removed columns first."
             )
+
+
+def _refuse_range(shard: CodedShard) -> None:
+    """Refuse weights that no entry of a book can hold."""
+    if not shard.weight.numel():
+        return
+    for weight in map(float, torch.aminmax(shard.weight)):
+        # `abs(weight) > LARGEST_HALF` would be false for NaN.
+        if not abs(weight) <= LARGEST_HALF:
+            raise ValueError(
+                f"Table {shard.name!r} has the weight {weight} in {shard.rect}: entries of books"
+                f" are finite, and at most {LARGEST_HALF:g}."
+            )
+
+
+def _refuse_foreign(state: Any, tables: set[str]) -> None:
+    """Refuse what is no state of codes, or one of other tables."""
+    if not isinstance(state, Mapping) or set(state) != _STATE_KEYS:
+        raise ValueError(f"Invalid state of codes: it must have the keys {sorted(_STATE_KEYS)}.")
+    expected = {"schedule": {"begin", "end", "every"}, "books": tables, "codes": tables}
+    for key, names in expected.items():
+        saved = state[key]
+        if not isinstance(saved, Mapping) or set(saved) != names:
+            raise ValueError(f"Invalid {key} in a state of codes: must be of {sorted(names)}.")
+    if not isinstance(state["fitted"], bool):
+        raise ValueError(f"Invalid fitted={state['fitted']!r} in a state of codes: must be a bool.")
 
 
 def _saved_codes(data: ShardedData) -> ChunkedTensor:

@@ -546,8 +546,14 @@ def _masked_by(enforcer: MaskEnforcer, weights: Sequence[Tensor]) -> list[int]:
     return [i for _, masked in enforcer.weights() for i in find(masked)]
 
 
-def refuse_masked(weights: Sequence[tuple[str, Tensor]], but: MaskEnforcer | None = None) -> None:
-    """Refuse weights, by name, that an attached enforcer other than ``but`` masks.
+def refuse_masked(
+    weights: Sequence[tuple[str, Tensor]],
+    but: object = None,
+    how: str = "call detach() first, on the earlier result of sparsify() or on the MaskEnforcer"
+    " attached to them.",
+) -> None:
+    """Refuse weights, by name, that an attached enforcer other than ``but`` masks; ``how`` ends the
+    message.
 
     Raises:
         ValueError: one of the weights is masked.
@@ -555,10 +561,7 @@ def refuse_masked(weights: Sequence[tuple[str, Tensor]], but: MaskEnforcer | Non
     tensors = [weight for _, weight in weights]
     for enforcer in set(_attached) - {but}:
         for i in _masked_by(enforcer, tensors):
-            raise ValueError(
-                f"The weights of {weights[i][0]!r} are already sparsified: call detach() first, on"
-                " the earlier result of sparsify() or on the MaskEnforcer attached to them."
-            )
+            raise ValueError(f"The weights of {weights[i][0]!r} are already sparsified: {how}")
 
 
 def _check_not_compiled(

@@ -59,6 +59,7 @@ from dist_sparse.serving.manifest import (
 from dist_sparse.serving.sources import (
     ServedTable,
     ServedTables,
+    addresses_of,
     check_zero,
     model_lookups,
     note_delta,
@@ -247,12 +248,16 @@ def _with_codes(tables: ServedTables, coded: CodedTraining | None) -> ServedTabl
     if coded is None:
         return tables
     codes = coded.coded()
-    strange = sorted(codes.keys() - tables.keys())
-    if strange:
-        raise ValueError(f"The model has no tables {strange}, which have codes.")
     with_codes = dict(tables)
-    for name, data in codes.items():
-        with_codes[name] = replace(tables[name], rows=data, books=coded.books[name])
+    for data in coded.located():
+        name = data.name
+        # Another model may have a table of the same name.
+        if name not in tables or addresses_of(tables[name].data) != addresses_of(data):
+            raise ValueError(
+                f"The model's tables {sorted(tables)} do not include the {name!r} that has codes:"
+                " export the model that quantize() was called with, or call it for this one."
+            )
+        with_codes[name] = replace(tables[name], rows=codes[name], books=coded.books[name])
     return with_codes
 
 

@@ -272,13 +272,13 @@ def registered_tables(
     Raises:
         ValueError: the sparsifier has tensors that the model has not.
     """
-    tables = {data.name: _addresses(data) for data in located}
+    tables = {data.name: addresses_of(data) for data in located}
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
     registered = {}
     for name in sparsifier.data_groups:
         if name in sparsifier.masks.tables:
             registered[name] = sparsifier.masks.tables.find(name)
-            addresses = _addresses(registered[name])
+            addresses = addresses_of(registered[name])
         else:
             addresses = [sparsifier.masks.plain.held(name).data_ptr()]
         # Another model may have tables of the same names, so addresses are compared. Data that is
@@ -292,7 +292,8 @@ def registered_tables(
     return registered
 
 
-def _addresses(data: ShardedData) -> list[int]:
+def addresses_of(data: ShardedData) -> list[int]:
+    """Return the addresses of the shards of a table on this rank."""
     return [shard.tensor.data_ptr() for shard in data.shards]
 
 

@@ -373,9 +373,96 @@ def test_weights_that_are_not_finite_change_nothing() -> None:
     handle = quantize(model, sgd(model), codes=2, begin=0, every=1)
     with torch.no_grad():
         model.weight[3, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"has weights in rows .* that are not finite"):
+    with pytest.raises(ValueError, match=r"'weight' has the weight nan in rows .*: entries of"):
         handle.step()
     assert not handle.books["weight"].any()
+
+
+def test_weights_beyond_float16_change_nothing() -> None:
+    model = table()
+    handle = quantize(model, sgd(model), codes=2, begin=0)
+    with torch.no_grad():
+        model.weight[3, 1] = -65505
+    with pytest.raises(ValueError, match=r"has the weight -65505.0 in .* at most 65504"):
+        handle.step()
+    assert not handle.books["weight"].any()
+
+
+@pytest.mark.parametrize("optimizer", [None, 5, "sgd", [None]])
+def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
+    model = table()
+    with pytest.raises(ValueError, match="Invalid optimizer of type"):
+        quantize(model, optimizer, codes=2, begin=0)
+    assert not model._forward_hooks
+
+
+def test_a_table_has_the_codes_of_one_handle() -> None:
+    model = table()
+    handle = quantize(model, sgd(model), codes=2, begin=0)
+    with pytest.raises(ValueError, match=r"Table 'weight' has codes already: call detach\(\)"):
+        quantize(model, sgd(model), codes=1, begin=0)
+    handle.detach()
+    with quantize(model, sgd(model), codes=1, begin=0) as other:
+        # An attached handle may attach again.
+        other.step()
+        other.step()
+
+
+def test_masks_that_the_call_does_not_name_are_refused() -> None:
+    model = nn.Sequential(table())
+    sparse = sparsify(model, sgd(model), level=0.5, end=0, every=1)
+    with pytest.raises(ValueError, match="'0' are already sparsified: pass sparse=, what"):
+        quantize(model, sgd(model), codes=2, begin=0)
+    quantize(model, sgd(model), codes=2, begin=0, sparse=sparse).detach()
+
+
+def test_codes_of_another_model_are_not_exported(tmp_path: Path) -> None:
+    model, other = table(), table()
+    with quantize(model, sgd(model), codes=2, begin=0) as handle:
+        handle.step()
+        with pytest.raises(
+            ValueError, match=r"\['weight'\] do not include the 'weight' that has c"
+        ):
+            export(other, handle, tmp_path / "served", dtype="codes")
+    assert not any(tmp_path.iterdir())
+
+
+def test_compact_after_quantize_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(table())
+    sparse = sparsify(model, sgd(model), level=0.5, end=0, every=1)
+    sparse.step()
+    handle = quantize(model, sgd(model), codes=2, begin=0, every=1, sparse=sparse)
+    handle.step()
+    made = compact(model, sparse)
+    for call in (handle.step, lambda: export(made, handle, tmp_path / "served", dtype="codes")):
+        with pytest.raises(ValueError, match="'0' is 20 x 4, and was 40 x 4 when it got codes"):
+            call()
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "x"),
+        ("step", -5),
+        ("step", None),
+        ("fitted", "no"),
+        ("schedule", None),
+        ("schedule", {}),
+        ("books", None),
+        ("codes", None),
+        ("codes", {"weight": None, "other": None}),
+    ],
+)
+def test_states_with_a_wrong_value_are_refused(key: str, value: Any) -> None:
+    model = table()
+    handle = quantize(model, sgd(model), codes=2, begin=0)
+    handle.step()
+    before = handle.books["weight"].clone()
+    with pytest.raises(ValueError, match=key):
+        handle.load_state_dict({**handle.state_dict(), key: value})
+    assert torch.equal(handle.books["weight"], before)
+    handle.step()
 
 
 @pytest.mark.parametrize("change", ["key", "no table", "books", "entry 0", "codes"])

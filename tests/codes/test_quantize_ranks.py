@@ -13,7 +13,8 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import LazyAwaitable
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import LazyAwaitable, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import dist_sparse.codes.quantize as quantize_module
@@ -129,6 +130,38 @@ def check_served(cell: Cell, model: torch.nn.Module, path: Path) -> None:
     if cell.fused:
         after = gathered(model)
         assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@on_ranks(2)
+def test_weighted_sums_are_served_bit_for_bit(tmp_path: Path) -> None:
+    """One table on each rank: no sum is split over ranks."""
+    quantize_module.LEAST_ROWS = 1  # type: ignore[misc]
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=400, embedding_dim=8, feature_names=[name])
+        for name in ("a", "b")
+    ]
+    bags = EmbeddingBagCollection(configs, is_weighted=True)
+    plan = construct_module_sharding_plan(
+        bags,
+        {"a": table_wise(rank=0), "b": table_wise(rank=1)},
+        local_size=2,
+        world_size=2,
+        device_type="cpu",
+    )
+    model = DistributedModelParallel(
+        bags, device=torch.device("cpu"), plan=ShardingPlan({"": plan})
+    )
+    handle = quantize(model, [], codes=4, begin=0)
+    handle.step()
+    lengths = torch.tensor([3, 1, 0, 5, 7, 2, 4, 0, 6, 1])
+    total = int(lengths.sum())
+    ids = KeyedJaggedTensor(
+        ["a", "b"], torch.randint(0, 400, (total,)), lengths=lengths, weights=torch.rand(total)
+    )
+    out = model(ids)
+    out = out.wait() if isinstance(out, LazyAwaitable) else out
+    export(model, handle, tmp_path / "served", dtype="codes")
+    assert torch.equal(load_served(tmp_path / "served")(ids).values(), out.values())
 
 
 @on_ranks(2)
