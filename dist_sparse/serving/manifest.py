@@ -307,7 +307,7 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
 def summary(manifest: Manifest) -> str:
     """Return a text table of the tables' bytes, and their total."""
     last = "books" if manifest.dtype == "codes" else "scales"
-    head = ("table", "rows", "kept", "dim", "dtype", "dense", "served", "", "index", last)
+    head = ("table", "rows", "kept", "dim", "dtype", "served", "of dense", "index", last)
     rows, before = [], 0
     for name, table in manifest.tables.items():
         sizes = table.bytes
@@ -315,14 +315,14 @@ def summary(manifest: Manifest) -> str:
         shape = count(table.rows), count(table.kept), count(table.dim)
         served = size(sizes.after), percent(sizes.after / table.before)
         parts = size(sizes.index), size(getattr(sizes, last))
-        rows.append((name, *shape, table.dtype, size(table.before), *served, *parts))
+        rows.append((name, *shape, table.dtype, *served, *parts))
     total = (
         f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of"
         f" {size(before)} dense"
     )
     if all(table.kept == table.rows for table in manifest.tables.values()):
         total += "; no row was removed"
-    return "\n".join([*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), total])
+    return "\n".join([*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8}), total])
 
 
 # The folder of a delta has the files of an artifact. `tables.safetensors` holds, for each table,
