@@ -454,7 +454,9 @@ class Served(nn.Module):
         in the order of :attr:`features`, and returns what the artifact serves, bit for bit: removed
         ids are exactly 0. Ids out of range are read as id 0, which FBGEMM also writes to the
         caller's ids. A table with several features is copied for each of them. Tables with a scale
-        per column become float16.
+        per column and tables with codes become float16, and their means are equal to the last bit.
+        If fewer than 1% of the ids have a row, the remap is FBGEMM's hash map: it takes fewer bytes
+        than an array, and such a module can't be copied or pickled.
 
         Raises:
             ValueError: the collection has sums and means, a table was rotated alone, or it has 4
@@ -468,7 +470,9 @@ class Served(nn.Module):
         """Return a module with TorchRec's quantized ``EmbeddingBagCollection`` over the stored
         rows, behind an index from ids to rows; on the CPU.
 
-        It takes and returns what the collection did, bit for bit as the artifact serves it.
+        It takes and returns what the collection did, bit for bit as the artifact serves it, but for
+        means of tables with a scale per column or codes: they become float16, and are equal to the
+        last bit.
         ``torchrec.inference.modules.shard_quant_model`` shards tables of 8 and 4 bits; its model
         loads the state of this one.
 

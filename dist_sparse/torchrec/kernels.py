@@ -68,10 +68,12 @@ def look_up_stored(
         offsets,
         POOLING[pooling],
         factors,
-        0,  # SparseType.FP32: the dtype of the results
+        # SparseType.FP32: the dtype of the results.
+        0,
         None,
         None,
-        1,  # alignment of rows in bytes
+        # Alignment of rows in bytes.
+        1,
     )
     return found
 
@@ -108,7 +110,8 @@ class StoredRows:
 
 def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
     """Return FBGEMM's module over tables with the same pooling, each with one feature. It takes the
-    model's own ids and remaps them by arrays: 4 bytes per id of the original table."""
+    model's own ids and remaps them: by arrays, 8 bytes per id of the original tables, or if fewer
+    than 1% of the ids have a row by a hash map, some 18 bytes per row."""
     from fbgemm_gpu.split_embedding_configs import SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
@@ -116,6 +119,10 @@ def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
     )
 
     [pooling] = {table.pooling for table in tables}
+    remaps: list[Any] = [table.remap for table in tables]
+    # One setting for all tables of the module. A hash map is the slower one.
+    rows = torch.cat(remaps)
+    uses_array = 100 * int((rows >= 0).count_nonzero()) >= len(rows)
     module: nn.Module = IntNBitTableBatchedEmbeddingBagsCodegen(
         [
             (
@@ -127,8 +134,8 @@ def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
             )
             for table in tables
         ],
-        index_remapping=[table.remap for table in tables],
-        use_array_for_index_remapping=True,
+        index_remapping=remaps,
+        use_array_for_index_remapping=uses_array,
         pooling_mode=PoolingMode[pooling.upper()],
         weight_lists=[table.weights for table in tables],
         # Results in float16, the default, would round.

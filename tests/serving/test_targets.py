@@ -86,6 +86,25 @@ def test_fbgemm_reads_the_same_sequences(tmp_path: Path, dtype: str) -> None:
     assert torch.equal(found, served(ids, lengths))
 
 
+def test_few_rows_are_found_by_a_hash_map(tmp_path: Path) -> None:
+    """An array takes 8 bytes an id."""
+    of = [
+        Source("two", table(5000, 8, 0.004), ["a", "b"]),
+        Source("none", table(70, 8, 0.0), ["c"]),
+    ]
+    served = served_of(tmp_path, of)
+    module: Any = served.to_fbgemm()
+    assert module.index_remapping_hash_table_cpu is not None
+    assert not module.index_remappings_array.numel()
+    ids = torch.cat([torch.arange(5000), torch.arange(5000), torch.arange(70).repeat(72)[:5000]])
+    found = module(ids.clone(), torch.arange(15001))
+    assert torch.equal(found, served(ids, torch.ones_like(ids))) and found.any()
+    ids[[3, 7000]] = torch.tensor([-1, 5000])
+    with_zeros = ids.clone()
+    with_zeros[[3, 7000]] = 0
+    assert torch.equal(module(ids, torch.arange(15001)), served(with_zeros, torch.ones_like(ids)))
+
+
 def test_a_default_row(tmp_path: Path) -> None:
     """The row of all removed ids."""
     model = nn.Sequential(nn.EmbeddingBag(60, 8, mode="sum"))
