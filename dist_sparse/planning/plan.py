@@ -114,7 +114,6 @@ class Plan:
         rows = [self._cells(choice) for choice in self.choices]
         share = percent(self.budget / self.dense_bytes)
         tables = number_of(len(self.tables), "table")
-        memory = [f"{size(most)} ({blocks})" for blocks, most in self.update_memory.items()]
         lines = [
             f"budget {size(self.budget)}, {share} of {size(self.dense_bytes)} in {tables}",
             "",
@@ -122,8 +121,6 @@ class Plan:
             "",
             *self._untouched_lines(),
             *textwrap.wrap(self.why, 79),
-            "",
-            f"A mask update needs up to {' or '.join(memory)} more per rank.",
         ]
         for number, choice in enumerate(self.recommended, start=1):
             lines += ["", f"{number}. {self._label(choice)}, {choice.candidate.dtype}:"]
@@ -296,10 +293,7 @@ _WHY_HEADERLESS = (
     " have neither. They gained on Gowalla; on data sets where models overfit, fewer columns win."
     " Measure them too."
 )
-_WHY_INT8 = (
-    "int8{} changed AUC by less than 0.0001 wherever it was measured. Remove nothing else: that"
-    " can only lose."
-)
+_WHY_INT8 = "int8{} changed AUC by less than 0.0001 wherever it was measured. Remove no other rows."
 _WHY_INT4 = (
     "int4 of all columns{} or {} in int8: which is better depends on the data. Measure both."
 )
