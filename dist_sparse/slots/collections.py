@@ -82,6 +82,7 @@ class SlotIndex(nn.Module):
         id_of_slot: int32 ``(slots,)``, or int64 above :data:`MOST_COUNTED` ids, the whole state: an
             id, :data:`VACANT`, or ``-2 - id`` where a slot is reserved. It may be overwritten in
             place or replaced: lookups rebuild their hash table.
+        table: its name, for messages; :class:`FollowingIds` sets it.
         rows, stored: number of ids; number of slots.
         hashed: whether the table has too many ids to count each.
 
@@ -107,6 +108,7 @@ class SlotIndex(nn.Module):
             raise ValueError(
                 f"Invalid number of ids, {rows}: a following table has from 1 to {MOST_IDS}."
             )
+        self.table = ""
         self.rows = rows
         self.stored = slots
         self.hashed = rows > MOST_COUNTED
@@ -117,6 +119,25 @@ class SlotIndex(nn.Module):
         # If all slots are held, a bucket has between half a slot and one on average.
         self._bits = max(1, (slots - 1).bit_length())
         self._buckets: _Buckets | None = None
+
+    def refuse_invalid(self, state: Tensor) -> None:
+        """Raise ValueError if a tensor can't be :attr:`id_of_slot`: it is damaged, or of another
+        table."""
+        taken = state[state != VACANT]
+        # Reserved ids too: see admit().
+        ids = torch.where(taken < 0, -2 - taken, taken)
+        dtype = self.id_of_slot.dtype
+        if state.dtype != dtype or (ids >= self.rows).any() or len(torch.unique(ids)) < len(ids):
+            raise ValueError(
+                f"Invalid id_of_slot of table {self.table!r}: must be distinct ids in"
+                f" [0, {self.rows}), {dtype}."
+            )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state = state_dict.get(f"{prefix}id_of_slot")
+        if state is not None:
+            self.refuse_invalid(state)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         # The version of a copied tensor starts at 0 again, so stale buckets could pass as current.
@@ -249,6 +270,8 @@ class FollowingIds(CompactIds):
 
     def __init__(self, tables: Sequence[Any], indexes: Mapping[str, Any], collection: Any) -> None:
         super().__init__(tables, indexes, collection)
+        for name, index in indexes.items():
+            index.table = name
         self.lookup_stats = {name: torch.tensor(LookupStats()) for name in indexes}
         # Training batches that are translated and not looked up yet, ids and lengths as below. A
         # weak reference does not keep alive what a pipeline drops.

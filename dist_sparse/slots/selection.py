@@ -17,6 +17,7 @@ lost to all holders of that update, and decay scales its count as it scales thei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +68,11 @@ class Weight:
     def now(self) -> int:
         """The weight of a lookup until the next update."""
         return 1 if self.decay == 1 else round(_UNIT * self.decay**-self.age)
+
+    @property
+    def most_age(self) -> float:
+        """A bound on the age: counts are divided before."""
+        return math.inf if self.decay == 1 else 1 + math.log(_GROWTH, 1 / self.decay)
 
     def next(self) -> int | None:
         """Begin the interval after an update. Return the weight by which to divide counts now, or
@@ -236,11 +242,14 @@ class CandidateCounts:
         Raises:
             ValueError: the state does not have them.
         """
-        all_ids, all_counts = saved
+        is_pair = isinstance(saved, Tensor) and saved.dtype == torch.int64 and saved.dim() == 2
+        fits = is_pair and len(saved) == 2
+        all_ids, all_counts = saved if fits else torch.empty(2, 0, dtype=torch.int64)
         owned = (all_ids >= self.first) & (all_ids < self.last)
         ids = all_ids[owned]
         counts = all_counts[owned].int()
-        _check_counts(self, table, counts, bool((ids.diff() > 0).all()))
+        fits = fits and bool((all_ids >= VACANT).all()) and bool((ids.diff() > 0).all())
+        _check_counts(self, table, counts, fits)
         return [counts, ids]
 
     def load(self, counts: Tensor, ids: Tensor) -> None:

@@ -283,15 +283,18 @@ class FollowingTables:
     def _update(self) -> None:
         """Give the slots to the hottest ids. Collective."""
         started = time.perf_counter()
-        ahead = max(table.ids.ahead for table in self._tables)
         with self._group.agreeing("step()") as facts:
             facts["steps"] = self.steps
             if self._admits_at >= 0:
                 raise RuntimeError(
                     f"Step {self.steps} needs an update, but batches of the previous update are"
-                    f" still in flight: use every > {ahead}."
+                    f" still in flight: use every >= {self._admits_at - self.steps + self.every}."
                 )
+        # A model's state has reservations if it was saved with batches in flight. Without the state
+        # of the slots no step admits them.
+        self._admit()
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
+        ahead = max(table.ids.ahead for table in self._tables)
         ahead = int(self._group.all_gather(torch.tensor([ahead])).max())
         self._exchange_lookups()
         self._drop_candidates()
@@ -418,31 +421,41 @@ class FollowingTables:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`; the arguments ``every``, ``admit_after`` and ``protect_ids``
-        stay. Load the model's state too. Collective.
+        stay. Load the model's state first. Collective.
 
         Raises:
             ValueError: the state is of other tables, ``decay`` or ``seed``, or of other ranks and
-                not loaded by torch.distributed.checkpoint. On every rank, and nothing has changed.
+                not loaded by torch.distributed.checkpoint; a value of it or of the model's
+                ``id_of_slot`` is invalid. On every rank, and nothing has changed.
         """
         with self._group.agreeing("load_state_dict()") as facts:
+            text = f"Invalid state of type {type(state_dict).__name__}: must be a dict."
+            checks.refuse({text: not isinstance(state_dict, Mapping)})
             expected = {"decay": self._weight.decay, "seed": self.seed, "tables": self._sizes()}
             rules = {}
             for key, value in expected.items():
                 saved = state_dict.get(key)
                 rules[f"The state has {key}={saved}, and here it is {value}."] = saved != value
-            names = {table.name for table in self._tables}
-            absent = names - set(state_dict.get("counts", ()))
+            saved_counts: Any = state_dict.get("counts")
+            absent = set(self.moved)
+            if isinstance(saved_counts, Mapping):
+                absent -= set(saved_counts)
             rules[f"The state has no counts of the tables {sorted(absent)}."] = absent
             checks.refuse(rules)
-            steps = {key: int(state_dict[key]) for key in ("step", "admits_at", "age")}
-            counts = [
-                table.counts.part(table.name, state_dict["counts"][table.name])
-                for table in self._tables
-            ]
-            facts.update(steps)
-        self.steps = steps["step"]
-        self._admits_at = steps["admits_at"]
-        self._weight = Weight(self._weight.decay, steps["age"])
+            values = [checks.plain(state_dict.get(key)) for key in ("step", "admits_at", "age")]
+            step = checks.integer("step", values[0], least=0)
+            # A later one would miss the next update.
+            admits_at = checks.integer("admits_at", values[1], least=-1, most=step + self.every)
+            age = checks.integer("age", values[2], least=0, most=self._weight.most_age)
+            counts = []
+            for table in self._tables:
+                # torch.distributed.checkpoint has loaded it in place, where nothing checks it.
+                table.index.refuse_invalid(table.index.id_of_slot)
+                counts.append(table.counts.part(table.name, saved_counts[table.name]))
+            facts.update(step=step, admits_at=admits_at, age=age)
+        self.steps = step
+        self._admits_at = admits_at
+        self._weight = Weight(self._weight.decay, age)
         for table, loaded in zip(self._tables, counts, strict=True):
             # Lookups that were recorded before belong to the state that is replaced.
             table.ids.take_counts(table.name)
