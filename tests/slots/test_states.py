@@ -1,0 +1,111 @@
+"""States and arguments of following tables that are wrong, foreign or incomplete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dist_sparse import FollowingTables
+from tests.dist.plugin import on_ranks
+from tests.slots.models import SLOTS, Built, batch, build
+from tests.slots.oracle import holders
+from tests.slots.test_sharded import HOW, SPREAD
+from tests.slots.test_training import train
+
+# Holders or reservations outside the table, twice, and of another type.
+BAD_INDEXES: Any = [[0, 1, 2, 50], [0, 1, 2, -52], [0, 1, 2, -(2**31)], [0, 1, 1, 3], [0, 1, 2, -2]]
+BAD_INDEXES += [torch.tensor([0, 1, 2, 2**31 + 7]), torch.tensor([0.0, 1.5, 2.0, 3.0])]
+REFUSED = r"Invalid id_of_slot of table 'item': must be distinct ids in \[0, 50\), torch\.int32"
+
+
+def index_of(built: Built, table: str = "item") -> Any:
+    return built.model.module.tables.following_ids.slots[table]
+
+
+@on_ranks(2)
+def test_reservations_without_the_state_of_the_slots() -> None:
+    """The next update admits them, with rows written."""
+    built = build(2, "row_wise")
+    slots = FollowingTables(built.model, built.optimizer, **HOW)
+    train(built, slots, range(5), 2)
+    loss, _ = built.model(batch(5, 2))
+    loss.backward()
+    in_flight = batch(6, 2)
+    built.model.module.tables.following_ids(in_flight)
+    slots.step()
+    state = built.model.state_dict()
+    assert min(min(holders(state, table)) for table in SLOTS) < -1
+    again = build(2, "row_wise")
+    again.model.load_state_dict(state)
+    slots = FollowingTables(again.model, again.optimizer, **HOW)
+    train(again, slots, range(6, 9), 2)
+    for table in SLOTS:
+        ids = holders(again.model.state_dict(), table)
+        assert min(ids) >= -1
+        assert len(set(ids)) == len(ids)
+
+
+@on_ranks(1)
+def test_holders_of_another_table_are_refused() -> None:
+    built = build(1, "row_wise")
+    slots = FollowingTables(built.model, built.optimizer, **HOW)
+    train(built, slots, range(4), 1)
+    index, state = index_of(built), built.model.state_dict()
+    [key] = [key for key in state if "indexes.item.id_of" in key]
+    before = index.id_of_slot.clone()
+    for values in BAD_INDEXES:
+        bad = torch.as_tensor(values)
+        bad = torch.nn.functional.pad(bad, (0, 5), value=-1)
+        bad = bad.int() if isinstance(values, list) else bad
+        with pytest.raises(ValueError, match=REFUSED):
+            built.model.load_state_dict({**state, key: bad})
+        assert torch.equal(index.id_of_slot, before)
+    # torch.distributed.checkpoint loads in place.
+    index.id_of_slot[:2] = 3
+    with pytest.raises(ValueError, match=REFUSED):
+        slots.load_state_dict(slots.state_dict())
+
+
+BAD_STATES: dict[str, list[Any]] = {
+    "step": ["x", None, -7, 2.5, True],
+    "age": [100_000, -5, None],
+    "admits_at": [10**9, -2, None],
+    "decay": [0.5, None],
+    "seed": [1, None],
+    "tables": [{}, None],
+    "counts": [{}, None, [], {"item": None, "user": None}],
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("spread", [1, SPREAD])
+def test_bad_states_of_slots_are_refused(world: int, spread: int) -> None:
+    built = build(world, "row_wise", spread=spread)
+    slots = FollowingTables(built.model, built.optimizer, **HOW)
+    train(built, slots, range(4), world, spread)
+    state = slots.state_dict()
+    for key, values in BAD_STATES.items():
+        without = {name: value for name, value in state.items() if name != key}
+        for bad in [without, *({**state, key: value} for value in values)]:
+            # Wrong on one rank, and refused on all.
+            refused(slots, bad if torch.distributed.get_rank() == world - 1 else state, key)
+    for bad in (None, [], 3):
+        refused(slots, bad, "must be a dict")
+    if spread > 1:
+        counts = state["counts"]["item"]
+        for bad in (counts.float(), counts[0], counts[:, 0], -counts, counts.flip(1)):
+            refused(slots, {**state, "counts": {**state["counts"], "item": bad}}, "counts")
+    slots.load_state_dict(state)
+    train(built, slots, range(4, 8), world, spread)
+
+
+def refused(slots: FollowingTables, state: Any, text: str) -> None:
+    """Every rank raises a ValueError, and nothing has changed."""
+    before = slots.state_dict()
+    with pytest.raises(ValueError, match=text):
+        slots.load_state_dict(state)
+    after = slots.state_dict()
+    for key in ("step", "age", "admits_at"):
+        assert after[key] == before[key]
