@@ -48,6 +48,10 @@ CASES: list[dict[str, Any]] = [
         for removed in (0.8, 0.95)
     ],
 ]
+CASES += [
+    {"kind": "targets", **TABLE, "removed": 0.8, "form": form, "compiled": form == "int8"}
+    for form in ("fp32", "int8", "int4", "int4/column", "codes")
+]
 WRITTEN = {"kind": "write", "rows": 2_000_000, "dim": 64, "removed": 0.8}
 
 
@@ -55,7 +59,7 @@ def main() -> int:
     """Runs the cases, prints the tables, writes the dated result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--only", choices=["lookups", "many", "load"], help="only the cases of one kind"
+        "--only", choices=["lookups", "many", "targets", "load"], help="only the cases of one kind"
     )
     parser.add_argument(
         "--out",
@@ -108,7 +112,7 @@ def report(found: list[dict[str, Any]]) -> str:
         " map). index: finding the rows, which is part of the artifact's time. file: bytes of the"
         " artifact over those of the dense float32 table."
     )
-    parts = (notes, _lookups(found), _many(found), _loads(found))
+    parts = (notes, _lookups(found), _many(found), _targets(found), _loads(found))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -173,6 +177,28 @@ def _many(found: list[dict[str, Any]]) -> str:
             f" {_us(peer)} | **{ours / peer:.2f}** |"
         )
     return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _targets(found: list[dict[str, Any]]) -> str:
+    """Nanoseconds an id, by module and stored form."""
+    cases = {f["form"]: f for f in found if f["kind"] == "targets"}
+    if not cases:
+        return ""
+    lines = [
+        "Nanoseconds an id of one table behind an EmbeddingBagCollection, by what looks it up:",
+        "",
+        f"| through | {' | '.join(cases)} |",
+        "|---" * (len(cases) + 1) + "|",
+    ]
+    names = {name: None for f in cases.values() for name in f["times_s"]}
+    for name in names:
+        cells = []
+        for f in cases.values():
+            seconds = f["times_s"].get(name)
+            ids = f["bags"] * f["ids_a_bag"]
+            cells.append("-" if seconds is None else f"{1e9 * seconds / ids:.0f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _loads(found: list[dict[str, Any]]) -> str:

@@ -11,15 +11,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse import DataNormSparsifier, export, load_served
+from dist_sparse import DataNormSparsifier, export, load_served, quantize
 
-__all__ = ["load", "lookups", "main", "many", "write"]
+__all__ = ["load", "lookups", "main", "many", "targets", "write"]
 
 Call = Callable[[Tensor, Tensor], object]
 
@@ -28,7 +29,13 @@ def main() -> int:
     """Runs the case given as JSON and prints what it found as JSON."""
     case = json.loads(sys.argv[1])
     torch.manual_seed(0)
-    kinds = {"lookups": lookups, "many": many, "write": write, "load": load}
+    kinds = {
+        "lookups": lookups,
+        "many": many,
+        "targets": targets,
+        "write": write,
+        "load": load,
+    }
     print(json.dumps({**case, **kinds[case["kind"]](case)}))
     return 0
 
@@ -103,6 +110,61 @@ def many(case: dict[str, Any]) -> dict[str, Any]:
         )
 
     return {"times_s": _interleaved(calls, drawn, case["rounds"])}
+
+
+def targets(case: dict[str, Any]) -> dict[str, Any]:
+    """One table of TorchRec in every stored form, through every module that can look it up."""
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=case["rows"], embedding_dim=case["dim"], feature_names=["f"]
+    )
+    model = EmbeddingBagCollection([config])
+    dtype, _, scale = case["form"].partition("/")
+    sparsifier = DataNormSparsifier(
+        sparsity_level=case["removed"], sparse_block_shape="row", norm="L2"
+    )
+    sparsifier.add_model(model)
+    sparsifier.step()
+    sparse: Any = sparsifier
+    if dtype == "codes":
+        sparse = quantize(model, [], codes=case["dim"] // 4, begin=0, sparse=sparsifier)
+        sparse.step()
+    bags = case["bags"]
+    offsets = torch.arange(0, bags * case["ids_a_bag"] + 1, case["ids_a_bag"])
+    lengths = offsets.diff()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "served"
+        export(model, sparse, path, dtype, scale or "row")
+        served, plain = load_served(path), load_served(path, fbgemm=False)
+        fbgemm, torchrec = served.to_fbgemm(), served.to_torchrec()
+        calls: dict[str, Any] = {
+            "load_served": lambda ids: served(ids, lengths),
+            "load_served, torch alone": lambda ids: plain(ids, lengths),
+            "to_fbgemm": lambda ids: fbgemm(ids, offsets),
+            "to_torchrec": lambda ids: torchrec(KeyedJaggedTensor(["f"], ids, lengths=lengths)),
+        }
+        for name, module in (("to_pt2", served), ("to_pt2, torch alone", plain)):
+            file = Path(folder) / "saved.pt2"
+            module.to_pt2(file)
+            program = torch.export.load(file)
+            calls[name] = partial(_look_up, program.module(), lengths)
+            if case["compiled"]:
+                package = str(Path(folder) / f"{name}.pt2")
+                torch._inductor.aoti_compile_and_package(program, package_path=package)
+                compiled = torch._inductor.aoti_load_package(package)
+                calls[f"{name}, AOTInductor"] = partial(_look_up, compiled, lengths)
+    with torch.no_grad():
+        times = _interleaved(
+            calls,
+            lambda: (torch.randint(case["rows"], (len(lengths) * case["ids_a_bag"],)),),
+            case["rounds"],
+        )
+    return {"times_s": times}
+
+
+def _look_up(module: Any, lengths: Tensor, ids: Tensor) -> object:
+    return module(ids, lengths)
 
 
 def write(case: dict[str, Any]) -> dict[str, Any]:
