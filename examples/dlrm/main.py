@@ -31,7 +31,7 @@ from dist_sparse.report import read_run, write_report
 from dist_sparse.report.summary import verdict, wrapped_lines
 from dist_sparse.text import block_shape_text, number_of
 from dlrm import interactions, movielens
-from dlrm.batches import Dataset
+from dlrm.batches import DataError, Dataset
 from dlrm.hashing import folded
 from dlrm.model import DIM, NARROWEST, sharding_of
 from dlrm.options import parse
@@ -61,6 +61,7 @@ def main(options: argparse.Namespace) -> None:
         dist.barrier()  # the other ranks read what rank 0 has downloaded
         dataset = movielens.load(movielens.fetch())
     rows = {feature.name: feature.rows for feature in dataset.sparse}
+    refuse_unknown(options.level, rows)
     say(
         f"{dataset.name}: {len(dataset.train):,} examples to train, {len(dataset.test):,} to test\n"
         f"{len(rows)} tables with {sum(rows.values()):,} rows x {DIM}, sharding {options.sharding},"
@@ -140,6 +141,19 @@ def main(options: argparse.Namespace) -> None:
         say(f"The report, to open in a browser: {page.as_uri()}")
 
 
+def refuse_unknown(level: float | dict[str, float], rows: dict[str, int]) -> None:
+    """Refuse levels of tables that do not exist, before the dense run takes its time.
+
+    Raises:
+        DataError: there is no such table.
+    """
+    unknown = level.keys() - rows.keys() if isinstance(level, dict) else ()
+    if unknown:
+        raise DataError(
+            f"There is no table {', '.join(sorted(unknown))}; there are {', '.join(rows)}."
+        )
+
+
 def same_bytes(dense: Result, sparse: Result) -> int:
     """Return the embedding dimension of dense tables with about the bytes that the sparsified run
     kept."""
@@ -170,17 +184,12 @@ def narrowed(settings: Settings, dim: int) -> Settings:
 
 
 def relaunch(world: int, argv: Sequence[str]) -> None:
-    """Replace this process by the launcher of ``world`` processes of this script. Does not
-    return."""
-    only_nproc = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    only_nproc.add_argument("--nproc")
-    _, others = only_nproc.parse_known_args(argv)
+    """Replace this process by the launcher of ``world`` processes of this script, with the same
+    arguments: the report shows them. Does not return."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # With --ranks 0 output is not prefixed, so that progress bars are drawn in place.
     launcher = ["-m", "dist_sparse.launch", "--nproc", str(world), "--ranks", "0"]
-    os.execv(
-        sys.executable, [sys.executable, *launcher, str(Path(__file__).resolve()), "--", *others]
-    )
+    os.execv(sys.executable, [sys.executable, *launcher, sys.argv[0], "--", *argv])
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ def tables_table(tables: Sequence[TableRow]) -> str:
         sparsity = ["-", "-", "-"]
         if table.blocks:
             share = table.removed_blocks / table.blocks
-            sparsity = [str(table.blocks), f"{table.target:.4f}", f"{share:.4f}"]
-        name = [table.name, f"{table.shape[0]} x {table.shape[1]}", table.sharding]
-        lines.append([*name, *sparsity, str(table.mask_bytes), str(table.kept_bytes)])
+            sparsity = [count(table.blocks), f"{table.target:.4f}", f"{share:.4f}"]
+        name = [table.name, f"{count(table.shape[0])} x {table.shape[1]}", table.sharding]
+        lines.append([*name, *sparsity, count(table.mask_bytes), count(table.kept_bytes)])
     return "\n".join(table_lines(head, lines, right=(1, 3, 4, 5, 6, 7)))
 
 

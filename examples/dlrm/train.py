@@ -119,16 +119,8 @@ class Sparsification:
     it at every step."""
 
     def __init__(self, sharded: ShardedModel, sparsity: Sparsity, steps: int) -> None:
-        tables = sharded.tables
         level = sparsity.level
-        if isinstance(level, dict):
-            names = list(level)
-            if unknown := sorted(level.keys() - tables.keys()):
-                raise DataError(
-                    f"There is no table {', '.join(unknown)}; there are {', '.join(tables)}."
-                )
-        else:
-            names = large_tables(sharded)
+        names = list(level) if isinstance(level, dict) else large_tables(sharded)
         self.sparsifier = ImportanceSparsifier(
             sparsity_level=0.0,
             sparse_block_shape=sparsity.block,

@@ -413,8 +413,13 @@ def printed(done: subprocess.CompletedProcess[str]) -> Printed:
     )
 
 
+def number(text: str) -> int:
+    """Return ``50,000`` as a number."""
+    return int(text.replace(",", ""))
+
+
 def size_of(artifact: dict[str, str]) -> int:
-    return int(artifact["bytes"].replace(",", ""))
+    return number(artifact["bytes"])
 
 
 def dim_of(run: str, small: int) -> int:
@@ -425,26 +430,26 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
     """The output is consistent in itself and with the arguments."""
     kept = 0
     for name, table in result.tables.items():
-        rows, dim = map(int, table["rows x dim"].split(" x "))
+        rows, dim = map(number, table["rows x dim"].split(" x "))
         assert dim == DIM
         blocks = -(-rows // rows_per_block) * -(-dim // columns_per_block)
-        assert int(table["blocks"]) == blocks, name
+        assert number(table["blocks"]) == blocks, name
         assert float(table["level"]) == level
         assert abs(float(table["sparsity"]) - level) <= 1 / blocks + 1e-4
-        bytes_kept = int(table["bytes kept"])
+        bytes_kept = number(table["bytes kept"])
         removed_blocks = round(blocks * level)
         assert (
             bytes_kept == rows * dim * 4 - removed_blocks * rows_per_block * columns_per_block * 4
         )
-        assert int(table["mask bytes"]) >= blocks / 8
+        assert number(table["mask bytes"]) >= blocks / 8
         kept += bytes_kept
     dense, sparsified, small, folded = result.runs
     assert (dense, sparsified, folded) == ("dense", "sparsified", "folded rows")
     dim = int(result.runs[small]["dim"])
     assert small == f"dense dim {dim}"
-    rows = sum(int(table["rows x dim"].split(" x ")[0]) for table in result.tables.values())
+    rows = sum(number(table["rows x dim"].split(" x ")[0]) for table in result.tables.values())
     assert abs(4 * rows * dim - kept) <= 8 * rows  # widths are multiples of 4
-    masks = sum(int(table["mask bytes"]) for table in result.tables.values())
+    masks = sum(number(table["mask bytes"]) for table in result.tables.values())
     alike = kept + masks - 4 * DIM * len(result.tables)  # in whole rows
     weights = {dense: 4 * rows * DIM, sparsified: kept, small: 4 * rows * dim, folded: alike}
     # Masks finer than rows are served as zeros, but for rows that have lost all blocks.
@@ -465,8 +470,7 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         assert delta == pytest.approx(float(artifact["AUC"]) - float(whole["AUC"]), abs=1.01e-4)
     assert float(re.findall(r"trained models by at most (\S+)\.\n", result.text)[0]) < 1e-5
     assert [
-        f"run {number} of 4: {run}" in result.text
-        for number, run in enumerate(result.runs, start=1)
+        f"run {turn} of 4: {run}" in result.text for turn, run in enumerate(result.runs, start=1)
     ] == [True] * 4
     assert (
         result.text.rstrip()
@@ -531,10 +535,12 @@ class TestRuns:
                 and f"{last['test_ne']:.4f}" == shown["NE"]
             )
             assert {"loss", "ms_per_step"} <= set(last)
+        # The report shows the command as it was typed.
+        assert ("--nproc 2" in noted["command"]) == (sharding == "mixed")
         assert noted["finished"] and noted["world"] == 2 and len(noted["compared"]) == 4
         assert noted["sparsity"] == pytest.approx(0.5, abs=0.01) and noted["seconds"]["share"] > 0
         assert noted["runs"][0]["bytes"] == sum(
-            int(table["bytes kept"]) for table in result.tables.values()
+            number(table["bytes kept"]) for table in result.tables.values()
         )
         assert [artifact["name"] for artifact in noted["artifacts"]] == ["fp32", "int8", "int4"]
         text = (folder / "report.html").read_text()
@@ -554,3 +560,10 @@ class TestRuns:
         assert done.returncode == 1
         assert f"train_item must lie in [0, {ITEMS})" in done.stderr
         assert "Traceback" not in done.stderr
+
+    def test_a_level_of_no_table_is_refused_before_the_first_run(
+        self, npz: Path, tmp_path: Path
+    ) -> None:
+        done = run_script(MAIN, ["--data", npz, "--level", "TYPO=0.5"], cwd=tmp_path)
+        assert done.returncode == 1 and "run 1" not in done.stdout
+        assert done.stderr.startswith("error: There is no table TYPO; there are ")
