@@ -66,10 +66,10 @@ def _config_text(changed: Mapping[str, Any]) -> str:
 # Columns of a comparison by their heads: the key in a row of `compare`, and the value as text.
 COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "run": ("name", str),
-    "of dense": ("share", percent),
+    "kept": ("share", percent),
     "AUC": ("auc", "{:.4f}".format),
     "delta": ("delta", delta_text),
-    "table bytes": ("bytes", size),
+    "kept bytes": ("bytes", size),
     "sparsity": ("sparsity", percent),
     "ms a step": ("ms_per_step", "{:.1f}".format),
     "changed": ("changed", _config_text),
@@ -384,7 +384,7 @@ def inspect_text(run: Run) -> str:
         for table_lookups, removed_lookups in run.lookups.values():
             looked_up += table_lookups
             removed += removed_lookups
-        share = percent(removed / looked_up) if looked_up else "not known"
+        share = percent(removed / looked_up) if looked_up else ""
         facts |= {"mask updates": str(len(run.due)), "lookups of removed rows": share}
     facts["following tables"] = fates_text(run)
     lines += wrapped_lines([f"{name}: {text}" for name, text in facts.items() if text], "  ")

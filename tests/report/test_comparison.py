@@ -269,6 +269,19 @@ def test_each_card_names_its_run(tmp_path: Path) -> None:
     assert '<div class="head"><dt>Bytes kept</dt>' in alone
 
 
+def test_the_comparison_comes_before_the_run(tmp_path: Path) -> None:
+    """The first run need not be the one to serve."""
+    log(tmp_path / "run", level=0.9, auc=0.7, name="pruned")
+    log(tmp_path / "run" / "dense", auc=0.75)
+    run = read_run(tmp_path / "run")
+    text = page(run, [])
+    order = ["<h1>2 runs compared</h1>", 'id="verdict"', "<h2>Runs</h2>", "<h2>pruned</h2>"]
+    places = [text.index(part) for part in (*order, "pruned keeps", '<dl class="heads">')]
+    assert places == sorted(places)
+    assert "<h1>dense</h1>" in page(run.compared["dense"], [])
+    assert ">test_auc</th>" in text and ">loss, training</th>" in text
+
+
 def test_what_needs_no_second_training_comes_first(tmp_path: Path) -> None:
     """A run of one step has trained nothing: its weights are the baseline's."""
     log(tmp_path / "run", level=0.9, auc=0.7493, name="pruned")
