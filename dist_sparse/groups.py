@@ -276,7 +276,6 @@ class RankGroup(Group):
         self.process_group = process_group
         # "cpu:gloo,cuda:nccl": get_backend() is "undefined" for several.
         self._sends_from_cpu = "cpu:" in dist.get_backend_config(process_group)
-        self._timeout = _timeout
         self._at = "before any agreement"
 
     @property
@@ -370,9 +369,8 @@ class RankGroup(Group):
                 raise
             raise RuntimeError(
                 f"Rank {self.ranks[self.rank]}: {operation} {self._at} failed. Not all of"
-                f" {ranks_text(self.ranks)} made this call within {self._timeout.total_seconds():g}"
-                " s: a rank has ended, is stalled, or is making another call. The backend says:"
-                f" {cut(str(fault), 300)}"
+                f" {ranks_text(self.ranks)} made this call: a rank has ended, is stalled, or is"
+                f" making another call. The backend says: {cut(str(fault), 300)}"
             ) from fault
 
 

@@ -261,7 +261,7 @@ def folders_of(name: str, value: Any) -> list[Path]:
     Raises:
         ValueError: something in it is no path; ``name`` is for the message.
     """
-    is_one = isinstance(value, (str, os.PathLike)) or not isinstance(value, Iterable)
+    is_one = isinstance(value, (str, bytes, os.PathLike)) or not isinstance(value, Iterable)
     return [absolute_path(name, folder) for folder in ([value] if is_one else value)]
 
 

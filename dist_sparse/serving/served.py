@@ -142,8 +142,7 @@ class ServedLookup(nn.Module):
         for name, table in before.items():
             change = delta.manifest.tables[name]
             tensors = delta.tensors(name)
-            # Clone them: a view would keep the file mapped.
-            replaced = {key: tensors[key].clone() for key in change.whole}
+            replaced = {key: tensors[key] for key in change.whole}
             # A manifest has one pooling per table, and another collection may pool it differently.
             entry = replace(change.after, pooling=table.entry.pooling)
             index = index_after(delta, name, table.index)
@@ -342,11 +341,12 @@ class Served(nn.Module):
         """Apply the next delta, in place, while other threads look up.
 
         A lookup sees all of a delta or nothing: the update waits for running lookups, and new
-        lookups wait until rows are moved and written in place. Peak memory is the delta's changed
-        rows, a new index (half a byte per original id, and one byte while bits are counted), and
-        65,536 rows. A table is loaded with capacity for a sixteenth more rows. If it outgrows that,
-        or books, scales or a rotation change, its rows are copied once, with capacity for a quarter
-        more. A refused delta changes nothing.
+        lookups wait until rows are moved and written in place. Peak memory is the delta itself,
+        a new index (half a byte per original id, and one byte while bits are counted), and
+        65,536 rows. If moving them fails (out of memory, an interrupt), lookups and deltas raise a
+        RuntimeError from then on. A table is loaded with capacity for a sixteenth more rows. If it
+        outgrows that, or books, scales or a rotation change, its rows are copied once, with
+        capacity for a quarter more. A refused delta changes nothing.
 
         Modules that :meth:`to_pt2`, :meth:`to_fbgemm` and :meth:`to_torchrec` have returned are not
         updated, and direct calls of :attr:`lookup` do not wait. Each collection of a model is
@@ -362,14 +362,16 @@ class Served(nn.Module):
             ValueError: ``delta`` is no path; the folder is no delta, is damaged, out of order, or
                 of another base (names it).
             OSError: a file can't be read.
+            RuntimeError: an earlier delta was applied in part.
         """
         if callable(delta):
             # torch.nn.Module.apply(), which calls a function with each module.
             return super().apply(delta)
         with self._gate.updating:
             folder = absolute_path("delta", delta)
-            opened = open_next(folder, self._manifest, self._base_hash)
-            apply_update = self.lookup.prepare_update(opened)
+            opened = open_next(folder, self._manifest, self._base_hash, verify=False)
+            # Verified in memory: the file may be overwritten before its rows are moved.
+            apply_update = self.lookup.prepare_update(opened.read().verify())
             with self._gate.update():
                 apply_update()
             self._manifest = opened.manifest.artifact
@@ -393,6 +395,7 @@ class Served(nn.Module):
             JaggedTensors. For tensors float32 ``(bags, columns)``, or each id's row.
 
         Raises:
+            RuntimeError: a delta was applied in part.
             ValueError: lengths or offsets do not fit the ids; a KeyedJaggedTensor for a module of
                 torch, a feature or weights are missing, or batches differ in size by feature; with
                 ``unknown="raise"`` an id is out of range (names table, id and rows).
@@ -609,7 +612,9 @@ class Gate:
         updating: a lock for updates, held while the next one is prepared. Lookups do not take it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_partial: bool = False) -> None:
+        # An update has begun, and has not ended: if it raised, rows are wrong from then on.
+        self._is_partial = is_partial
         # Each lookup holds it for a moment when it begins; an update holds it until its end.
         self._entrance = threading.Lock()
         # Guards the number of running lookups, and signals its changes.
@@ -617,14 +622,21 @@ class Gate:
         self._running = 0
         self.updating = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Gate], tuple[()]]:
+    def __reduce__(self) -> tuple[type[Gate], tuple[bool]]:
         # Locks can't be copied or pickled: a copy of a module gets a gate of its own.
-        return Gate, ()
+        return Gate, (self._is_partial,)
+
+    @contextmanager
+    def _enter(self) -> Iterator[None]:
+        with self._entrance, self._condition:
+            if self._is_partial:
+                raise RuntimeError("A delta was applied in part: load the artifact again.")
+            yield
 
     @contextmanager
     def lookup(self) -> Iterator[None]:
         """Hold updates back."""
-        with self._entrance, self._condition:
+        with self._enter():
             self._running += 1
         try:
             yield
@@ -638,6 +650,8 @@ class Gate:
         """Wait for running lookups, and hold later ones back. Call it within :attr:`updating`."""
         # Taking the entrance first stops new lookups: a steady stream of them would otherwise
         # starve the update.
-        with self._entrance, self._condition:
+        with self._enter():
             self._condition.wait_for(lambda: not self._running)
+            self._is_partial = True
             yield
+            self._is_partial = False

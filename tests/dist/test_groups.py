@@ -159,5 +159,7 @@ def _alone() -> str:
 def test_a_timeout_says_who_waited_where() -> None:
     message = run_ranks(2, _alone)[0]
     assert re.search(
-        r"^Rank 0: all_gather in step\(\) failed. Not all of ranks 0-1 made", message
+        r"^Rank 0: all_gather in step\(\) failed. Not all of ranks 0-1 made this call: a rank has"
+        r" ended, is stalled, or is making another call. The backend says: ",
+        message,
     ), message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import shutil
 import tempfile
 import threading
@@ -20,8 +22,10 @@ from hypothesis import strategies as st
 import dist_sparse.codes.quantize as quantize_module
 from dist_sparse import DataNormSparsifier, export, load_served, quantize, sparsify
 from dist_sparse.cli.main import main
+from dist_sparse.serving import chain
 from dist_sparse.serving.artifact import open_artifact
 from dist_sparse.serving.chain import check_artifact, merge
+from dist_sparse.serving.served import ServedLookup
 from dist_sparse.serving.sources import ServedTable
 from tests.dist.cells import batch, build
 from tests.dist.copies import build_copies, copied_cells
@@ -184,6 +188,50 @@ def test_refusals(tmp_path: Path) -> None:
     assert main(["serve-check", *map(str, days.folders)]) == 0
     assert main(["merge", *map(str, days.folders), "--out", str(tmp_path / "m")]) == 0
     assert crcs(tmp_path / "m") == crcs(tmp_path / "a" / "full2")
+
+
+def test_half_an_update_is_not_served(tmp_path: Path) -> None:
+    days = Days(tmp_path)
+    served = load_served(days.day(0.5))
+    delta = days.day(0.55)
+    moved = mock.patch.object(
+        chain, "_move_some", wraps=chain._move_some, side_effect=[mock.DEFAULT, MemoryError]
+    )
+    with moved, pytest.raises(MemoryError):
+        served.apply(delta)
+    for one in (served, copy.deepcopy(served)):
+        with pytest.raises(RuntimeError, match="applied in part: load the artifact again"):
+            looked_up(one)
+        with pytest.raises(RuntimeError, match="applied in part: load the artifact again"):
+            one.apply(delta)
+
+
+def test_a_delta_that_is_overwritten_after_its_verification(tmp_path: Path) -> None:
+    days = Days(tmp_path)
+    served = load_served(days.day(0.5))
+    file = days.day(0.55) / "tables.safetensors"
+    prepare = ServedLookup.prepare_update
+
+    def overwrite(lookup: Any, delta: Any) -> Any:
+        with open(file, "r+b") as opened:
+            opened.seek(-200, os.SEEK_END)
+            opened.write(bytes(200))
+        return prepare(lookup, delta)
+
+    with mock.patch.object(ServedLookup, "prepare_update", overwrite):
+        served.apply(file.parent)
+    assert torch.equal(looked_up(served), looked_up(load_served(tmp_path / "full1")))
+
+
+@pytest.mark.parametrize("since", [b"", b"0", "", 5, [None]])
+def test_export_refuses_what_names_no_predecessor(since: Any, tmp_path: Path) -> None:
+    days = Days(tmp_path)
+    days.last = since
+    with pytest.raises(ValueError, match=r"Invalid since=.*must be the path of a folder"):
+        days.day(0.5)
+    days.last = []
+    days.day(0.5)
+    assert days.last.delta is None
 
 
 def test_export_refuses_other_dtypes(tmp_path: Path) -> None:
