@@ -81,6 +81,11 @@ class Opened(Generic[AnyManifest]):
         self.manifest: AnyManifest = manifest
         self._tensors = _map_tensors(self.path / TABLES, manifest)
 
+    def read(self) -> Opened[AnyManifest]:
+        """Read all tensors into memory: later writes to the file do not reach them."""
+        self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        return self
+
     def verify(self) -> Opened[AnyManifest]:
         """Verify every byte.
 
