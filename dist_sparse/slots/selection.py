@@ -242,13 +242,13 @@ class CandidateCounts:
         Raises:
             ValueError: the state does not have them.
         """
-        is_pair = isinstance(saved, Tensor) and saved.dtype == torch.int64 and saved.dim() == 2
-        fits = is_pair and len(saved) == 2
-        all_ids, all_counts = saved if fits else torch.empty(2, 0, dtype=torch.int64)
+        fits = isinstance(saved, Tensor) and saved.dtype == torch.int64
+        fits = fits and saved.shape[:-1] == (2,)
+        all_ids, all_counts = saved if fits else torch.empty(2, 0)
         owned = (all_ids >= self.first) & (all_ids < self.last)
         ids = all_ids[owned]
         counts = all_counts[owned].int()
-        fits = fits and bool((all_ids >= VACANT).all()) and bool((ids.diff() > 0).all())
+        fits = fits and bool((all_ids >= VACANT).all() & (ids.diff() > 0).all())
         _check_counts(self, table, counts, fits)
         return [counts, ids]
 

@@ -13,8 +13,10 @@ All ranks finish one before any begins the next:
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -174,6 +176,11 @@ class _Table:
         return without_slot
 
 
+# The FollowingTables of each collection, while it exists. A second one would take a part of the
+# lookups, and move slots by them.
+_movers: Any = weakref.WeakValueDictionary()
+
+
 class FollowingTables:
     """The following tables of a sharded model, and the lookup counts that decide which ids hold
     slots.
@@ -215,7 +222,7 @@ class FollowingTables:
 
     Raises:
         ValueError: an argument is invalid, or differs between ranks; the model has no following
-            tables, or two of one name. On every rank.
+            tables, or two of one name, or another FollowingTables. On every rank.
 
     Example::
 
@@ -243,16 +250,14 @@ class FollowingTables:
             self.admit_after = checks.integer("admit_after", admit_after, least=1)
             checks.number("decay", decay, least=0.01, most=1)
             self.seed = checks.integer("seed", seed)
-            checks.integer("candidates", candidates, least=1)
+            checks.integer("candidates", candidates, least=1, most=2**31)
             self._weight = Weight(decay)
             self._steppers = Steppers(optimizer)
             check_module(model)
             modules = model.modules()
             collections = [module for module in modules if isinstance(module, FollowingCollection)]
             protect_ids = {} if protect_ids is None else protect_ids
-            # The text names no ids: it is built for valid arguments too.
-            text = f"Invalid protect_ids of type {type(protect_ids).__name__}: must be a dict."
-            checks.refuse({text: not isinstance(protect_ids, Mapping)})
+            _refuse_unless_dict("protect_ids", protect_ids)
             self._tables = _find_tables(collections, protect_ids, candidates, self._group)
             # This raises now for tables that write() could not initialize later.
             for table in self._tables:
@@ -265,6 +270,7 @@ class FollowingTables:
         self.updates: list[SlotUpdate] | None = None
         # The step that admits the reserved ids; -1 if no slot is reserved.
         self._admits_at = -1
+        _movers.update(dict.fromkeys(collections, self))
 
     def step(self) -> None:
         """Call after each optimizer step. Collective in steps with an update, otherwise local.
@@ -429,24 +435,25 @@ class FollowingTables:
                 ``id_of_slot`` is invalid. On every rank, and nothing has changed.
         """
         with self._group.agreeing("load_state_dict()") as facts:
-            text = f"Invalid state of type {type(state_dict).__name__}: must be a dict."
-            checks.refuse({text: not isinstance(state_dict, Mapping)})
+            _refuse_unless_dict("state", state_dict)
+            saved_counts: Any = state_dict.get("counts")
+            _refuse_unless_dict("counts", saved_counts)
             expected = {"decay": self._weight.decay, "seed": self.seed, "tables": self._sizes()}
             rules = {}
             for key, value in expected.items():
                 saved = state_dict.get(key)
                 rules[f"The state has {key}={saved}, and here it is {value}."] = saved != value
-            saved_counts: Any = state_dict.get("counts")
-            absent = set(self.moved)
-            if isinstance(saved_counts, Mapping):
-                absent -= set(saved_counts)
+            absent = set(self.moved) - set(saved_counts)
             rules[f"The state has no counts of the tables {sorted(absent)}."] = absent
             checks.refuse(rules)
-            values = [checks.plain(state_dict.get(key)) for key in ("step", "admits_at", "age")]
-            step = checks.integer("step", values[0], least=0)
-            # A later one would miss the next update.
-            admits_at = checks.integer("admits_at", values[1], least=-1, most=step + self.every)
-            age = checks.integer("age", values[2], least=0, most=self._weight.most_age)
+            step = checks.integer("step", state_dict.get("step"), least=0)
+            # A later admission would miss the next update.
+            latest = step + self.every
+            admits_at = checks.integer(
+                "admits_at", state_dict.get("admits_at"), least=-1, most=latest
+            )
+            oldest = self._weight.most_age
+            age = checks.integer("age", state_dict.get("age"), least=0, most=oldest)
             counts = []
             for table in self._tables:
                 # torch.distributed.checkpoint has loaded it in place, where nothing checks it.
@@ -515,6 +522,9 @@ def _find_tables(
                     "The collection is not sharded: use DistributedModelParallel first.": (
                         not inner.is_sharded
                     ),
+                    "Another FollowingTables has this model: delete it first.": (
+                        collection in _movers
+                    ),
                     f"Two following tables have the name {name!r}.": name in tables,
                 }
             )
@@ -524,7 +534,7 @@ def _find_tables(
             most = index.rows
             if index.hashed:
                 counts = CandidateCounts
-                most = candidates * index.stored
+                most = min(candidates * index.stored, index.rows)
             tables[name] = _Table(
                 name=name,
                 collection=collection,
@@ -552,15 +562,22 @@ def _protected_ids(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) ->
     Raises:
         ValueError: an id is not in the table, or there are more ids than slots.
     """
-    given = torch.as_tensor(ids)
-    distinct: Tensor = torch.unique(given.long())
-    fits = (given == given.long()).all() & (distinct >= 0).all() & (distinct < index.rows).all()
-    if len(distinct) > index.stored or not fits:
-        raise ValueError(
-            f"Invalid protect_ids of table {table!r}: must be at most {index.stored} distinct ids"
-            f" (one slot each) in [0, {index.rows})."
-        )
-    return distinct
+    # torch raises one of these for None, text or uneven lists.
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        given = torch.as_tensor(list(ids) if isinstance(ids, Set) else ids)
+        distinct: Tensor = torch.unique(given)
+        fits = (distinct >= 0) & (distinct < index.rows) & (distinct == distinct.long())
+        if fits.all() and len(distinct) <= index.stored and given.dtype != torch.bool:
+            return distinct.long()
+    raise ValueError(
+        f"Invalid protect_ids of table {table!r}: must be at most {index.stored} distinct ids"
+        f" (one slot each) in [0, {index.rows})."
+    )
+
+
+def _refuse_unless_dict(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"Invalid {name} of type {type(value).__name__}: must be a dict.")
 
 
 def _short_number(value: int) -> str:
