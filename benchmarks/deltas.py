@@ -1,8 +1,8 @@
 """Deltas beside full exports: bytes, time, and the memory of applying one.
 
-One fused table with half of its rows removed, of which a share is trained before each delta. The
-first delta of a process compares all rows with the artifact before it; later ones stream the rows
-that the enforcer has seen written, and read nothing else of that artifact. Results are written to ``benchmarks/results/`` as JSON and
+One fused table with half of its rows removed, of which a share is trained before each delta. A
+delta either compares all rows with the artifact before it, or streams only the rows that the
+enforcer has seen written, and reads nothing else of that artifact. Results are written to ``benchmarks/results/`` as JSON and
 markdown.
 """
 
@@ -46,9 +46,8 @@ def report(found: list[dict[str, Any]]) -> str:
     """The figures as a markdown table with what they mean."""
     lines = [
         (
-            "Seconds of the processor, 1 thread. compared: the first delta of a process, which"
-            " compares all kept rows; noted: a later one, of rows that the enforcer has seen"
-            " written. Shares are of the full export of the same moment. apply: in a process that"
+            "Seconds of the processor, 1 thread. compared: a delta that compares all kept rows; noted:"
+            " one of the rows that the enforcer has seen written. Shares are of the full export of the same moment. apply: in a process that"
             " serves; memory: its peak above what it had before."
         ),
         "",

@@ -65,6 +65,8 @@ def publish(case: dict[str, Any]) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # Records begin with the first full export, so the first delta after another compares.
+        export(model, sparse, folder / "noted", dtype)
         base = export(model, sparse, folder / "base", dtype)
         train(model, some())
         first, compared = timed(lambda: export(model, sparse, folder / "1", dtype, since=base))

@@ -115,7 +115,7 @@ class StreamOrder:
 class TableBatchHooks:
     """Hooks on one FBGEMM kernel, which looks up a batch of tables.
 
-    Tables are numbered as in the kernel. Unregistered ones have no slot: nothing here touches them.
+    Tables are numbered as in the kernel. Unregistered ones have no slot: nothing here changes them.
 
     Args:
         batch: the tables; its module is called with a KeyedJaggedTensor of ids that are local to
@@ -223,22 +223,28 @@ class TableBatchHooks:
         self._records.clear()
 
     def written(self, reader: str) -> Iterator[tuple[int, Written]]:
-        """Yield the address of the weights and the live set of possibly written rows of each
-        registered CPU table; for ``"scores"``, only of tables whose scores are worth keeping. A
+        """Yield the address of the weights and the live set of possibly written rows of each CPU
+        table; for ``"scores"``, only of registered tables whose scores are worth keeping. A
         reader's first call, or its first after an untracked write, starts with all rows."""
         if not self._knows_writes:
             return
         self._refresh()
-        slots = {}
-        for table, slot in self._slots.items():
-            if reader != "scores" or worth_keeping(slot.mask.rect, slot.mask.block):
-                slots[table] = slot
+        weights = {}
+        if reader == "scores":
+            for table, slot in self._slots.items():
+                if worth_keeping(slot.mask.rect, slot.mask.block):
+                    weights[table] = slot.weight
+        else:
+            for table, weight in enumerate(self._batch.weights()):
+                # An empty table has the address of the next one.
+                if len(weight):
+                    weights[table] = weight
         record = self._records.get(reader, {})
-        if record.keys() != slots.keys():
-            record = {table: RowFlags(len(slots[table].weight)).add_all() for table in slots}
+        if record.keys() != weights.keys():
+            record = {table: RowFlags(len(weight)).add_all() for table, weight in weights.items()}
             self._records[reader] = record
         for table, rows in record.items():
-            yield slots[table].weight.data_ptr(), rows
+            yield weights[table].data_ptr(), rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the registered shards by name."""

@@ -402,8 +402,9 @@ def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> No
     """Add the rows that a mask update has zeroed: rows with blocks that the masks before keep and
     the masks after remove."""
     # Nothing is added for blocks that come back: their weights are still 0, and scored as 0.
-    for table, rows in flags.items():
-        old, new = before[table], after[table]
+    # Unregistered tables have flags and no masks.
+    for table in flags.keys() & after.keys():
+        rows, old, new = flags[table], before[table], after[table]
         was = old.weight.data_ptr(), old.mask.block
         now = new.weight.data_ptr(), new.mask.block
         # Bits can be compared if they are of the same blocks of the same shard, each within a row.

@@ -62,7 +62,7 @@ from dist_sparse.serving.sources import (
     addresses_of,
     check_zero,
     model_lookups,
-    note_delta,
+    note_export,
     refuse_range,
     refuse_replaced,
     registered_tables,
@@ -203,16 +203,15 @@ def export(
         if chain is not None:
             refuse_changed(chain.manifest, manifest)
             refuse_replaced(sparsifier, before, chain.manifest.hash)
-    tables = with_changes(tables, sparsifier, registered, before)
+    tables = with_changes(tables, sparsifier, before)
     check_zero(sparsifier, tables, registered)
     text = _write(target, manifest, tables, chain, world)
-    if not before:
-        return Exported(target, Manifest.from_text(text))
-    delta = Delta.from_text(text)
+    delta = Delta.from_text(text) if before else None
+    after = Manifest.from_text(text) if delta is None else delta.artifact
     # New books and new column scales change the stored bytes of rows that training has not written.
     if manifest.dtype != "codes" and by == "row":
-        note_delta((*before, target), delta.artifact.hash, tables, sparsifier)
-    return Exported(target, delta.artifact, delta, before)
+        note_export((*before, target), after.hash, tables, sparsifier)
+    return Exported(target, after, delta, before)
 
 
 def _check_dtype(dtype: Any, scale: Any, coded: object) -> tuple[Dtype, Scale]:

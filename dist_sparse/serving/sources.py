@@ -363,7 +363,7 @@ def check_zero(
 ) -> None:
     """Refuse removed weights that are not zero, on every rank. Collective."""
     # An enforcer that records writes has also kept removed weights at zero.
-    if all(table.is_noted for table in tables.values()):
+    if all(tables[name].is_noted for name in registered.keys() & tables.keys()):
         return
     revived = sparsifier.masks.count_revived(registered)
     with world_group().agreeing("export()"):
@@ -378,11 +378,12 @@ def check_zero(
 
 # An attached enforcer records the rows that training writes, so that the next delta streams only
 # these rows. All rows are compared of tables that it does not record: tables without a fused
-# optimizer, on an accelerator, rotated, or compact.
+# optimizer, on an accelerator, rotated, compact, or in a batch of tables none of which is
+# sparsified.
 
 
 class _Note(NamedTuple):
-    """The artifact after the last delta, and the ids that it keeps.
+    """The artifact after the last export, and the ids that it keeps.
 
     Args:
         artifact: the hash of its manifest.
@@ -393,7 +394,7 @@ class _Note(NamedTuple):
     kept: Mapping[str, Tensor]
 
 
-# The last delta of a sparsifier, under the folders that lead to it: the base, and all deltas in
+# The last export of a sparsifier, under the folders that lead to it: the base, and all deltas in
 # order. The records apply only to a next delta that follows these.
 _NOTES: WeakKeyDictionary[BaseDataSparsifier, dict[tuple[Path, ...], _Note]] = WeakKeyDictionary()
 
@@ -401,23 +402,22 @@ _NOTES: WeakKeyDictionary[BaseDataSparsifier, dict[tuple[Path, ...], _Note]] = W
 def with_changes(
     tables: ServedTables,
     sparsifier: BaseDataSparsifier,
-    registered: Mapping[str, ShardedData],
     before: tuple[Path, ...],
 ) -> ServedTables:
-    """Return the tables with the rows that may have changed since the last delta, if the folders
+    """Return the tables with the rows that may have changed since the last export, if the folders
     ``before`` end with it. Collective."""
     note = _NOTES.get(sparsifier, {}).get(before)
     if note is None:
         return tables
     marked = dict(tables)
-    # Records are by row. A rotation changes all rows, and rows of a compact table are not ids.
-    plain = {name for name, table in tables.items() if table.lookup.is_plain}
     flags = partial(_flag_written, _records(sparsifier))
+    groups: dict[Any, list[ShardedData]] = {}
+    for table in tables.values():
+        # Records are by row. A rotation changes all rows, and rows of a compact table are not ids.
+        if table.lookup.is_plain and world_rank() in (table.data.ranks or (0,)):
+            groups.setdefault(table.data.ranks, []).append(table.data)
     # Ranks take the process groups in the same order, because gather_rows() is collective.
-    for names in sparsifier.masks.tables.groups.values():
-        recorded = [registered[name] for name in names if name in plain]
-        if not recorded:
-            continue
+    for recorded in groups.values():
         for name, rows in gather_rows(recorded, flags).items():
             # A row that was removed then may be kept now, without having been written.
             rows |= ~note.kept[name]
@@ -435,18 +435,22 @@ def refuse_replaced(
         raise ValueError(f"{before[-1]} is refused: it was replaced since this process wrote it.")
 
 
-def note_delta(
+def note_export(
     folders: tuple[Path, ...],
     artifact: str,
     tables: ServedTables,
     sparsifier: BaseDataSparsifier,
 ) -> None:
-    """Begin to record what training writes after a delta. Local.
+    """Begin to record what training writes after an export. Local.
 
     Args:
         folders: the base and all deltas; the one that has just been written is the last.
         artifact: the hash of the artifact after it.
     """
+    known = _NOTES.get(sparsifier, {})
+    # A full export beside a chain does not end the records of the chain.
+    if len(folders) == 1 and known and folders not in known:
+        return
     for record in _records(sparsifier).values():
         record.clear()
     kept = {name: table.kept for name, table in tables.items()}

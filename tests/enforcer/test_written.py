@@ -24,8 +24,11 @@ def test_one_table_of_a_kernel_is_not_noted() -> None:
     weights = [torch.zeros(count, 4) for count in (10, 100, 4)]
     before = {table: slot(weight, [0, 1, 2]) for table, weight in enumerate(weights)}
     after = {0: before[0], 1: slot(weights[1], []), 2: slot(weights[2], [0, 3])}
+    # Table 3 has no masks.
+    flags[3] = RowFlags(4)
     add_pruned(flags, before, after)
-    assert [rows.rows().tolist() for rows in flags.values()] == [[3, 7], [1, 2]]
+    assert [rows.rows().tolist() for rows in flags.values()] == [[3, 7], [1, 2], []]
+    del flags[3]
     # Another shard in its place: any row may differ.
     add_pruned(flags, after, {**after, 2: slot(torch.zeros(4, 4), [0, 3])})
     assert [len(rows.rows()) for rows in flags.values()] == [2, 4]

@@ -359,6 +359,59 @@ def streamed() -> Iterator[list[int]]:
         yield found
 
 
+@on_ranks()
+@pytest.mark.parametrize("world", [1, 2])
+def test_tables_that_are_not_sparsified(world: int, tmp_path: Path) -> None:
+    """Rows of all tables of a batch are noted, from the full export on, and removed weights are not
+    counted again. Full exports beside the chain do not end this."""
+    cell = trained_cells(world)["row_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparse = sparsify(
+        model, optimizer, level=0.3, block="row", end=1, every=1, include="*user*", min_rows=0
+    )
+    folders: list[Path] = []
+    for day in range(4):
+        if 0 < day < 3:
+            learn(model, optimizer, cell, day)
+            sparse.step()
+        last = export(model, sparse, tmp_path / f"full{day}")
+        if day:
+            masks = sparse.sparsifier.masks
+            counting = mock.patch.object(masks, "count_revived", wraps=masks.count_revived)
+            with counting as count, streamed() as rows:
+                last = export(model, sparse, tmp_path / str(day), since=folders)
+            count.assert_not_called()
+        folders.append(last.path)
+        if day and dist.get_rank() == 0:
+            changed = sum(table.rows for table in last.delta.tables.values())
+            assert changed <= sum(rows) < sum(table.kept for table in last.manifest.tables.values())
+            assert sum(rows) == 0 or day < 3
+            merge(*folders, out=tmp_path / f"merged{day}")
+            assert crcs(tmp_path / f"merged{day}") == crcs(tmp_path / f"full{day}")
+    sparse.detach()
+
+
+@on_ranks(1)
+def test_a_full_export_that_is_written_again(tmp_path: Path) -> None:
+    """The next delta follows the second one."""
+    cell = trained_cells(1)["row_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparse = sparsify(model, optimizer, level=0.3, block="row", end=1, every=1, min_rows=0)
+    for day in range(3):
+        learn(model, optimizer, cell, day)
+        sparse.step()
+        if day < 2:
+            shutil.rmtree(tmp_path / "0", ignore_errors=True)
+            export(model, sparse, tmp_path / "0")
+    export(model, sparse, tmp_path / "1", since=tmp_path / "0")
+    export(model, sparse, tmp_path / "full")
+    merge(tmp_path / "0", tmp_path / "1", out=tmp_path / "merged")
+    assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
+    sparse.detach()
+
+
 @on_ranks(1)
 def test_writes_that_training_does_not_make(tmp_path: Path) -> None:
     """A load, a write in place, and rows that come back are noted too."""
