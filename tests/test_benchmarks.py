@@ -105,6 +105,13 @@ def test_a_small_case_of_serving_runs(kind: str) -> None:
     assert f"| {case['dtype']} | " in serving_report([found])
 
 
+def test_a_small_case_of_what_looks_an_artifact_up_runs() -> None:
+    case = next(c for c in SERVING if c["kind"] == "targets" and c["form"] == "int4")
+    found = run_case("benchmarks.serving_case", {**case, "rows": 2000, "bags": 4, "rounds": 1}, 1)
+    assert len(found["times_s"]) == 6 and all(time > 0 for time in found["times_s"].values())
+    assert "| through | int4 |" in serving_report([found])
+
+
 def test_loading_a_small_table_runs() -> None:
     found = loads(
         {**WRITTEN, "rows": 2000}, lambda module, case, ranks, _: run_case(module, case, ranks)

@@ -216,6 +216,11 @@ def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -
     if site.has_one_width:
         # TorchRec refuses an EmbeddingCollection of several widths.
         narrower = widths.keys() & names.values()
+        if narrower and len(narrower) < len(site.tables):
+            raise ValueError(
+                f"Tables {sorted(narrower)} are narrower, and others of their EmbeddingCollection"
+                " are not: its tables must have one width. Rotate all of them, or none."
+            )
         widest = max((widths[name] for name in narrower), default=0)
         # In place: finish() moves the rotations by the same widths.
         widths |= dict.fromkeys(narrower, widest)

@@ -132,3 +132,26 @@ def test_an_artifact_turns_back_what_it_serves(name: str, tmp_path: Path) -> Non
             (got[key], want[key]) if cell.bags else (got[key].values(), want[key].values())
         )
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(2)
+def test_a_collection_of_several_widths_is_refused() -> None:
+    """TorchRec's EmbeddingCollection has one width for all of its tables."""
+    cell = trained_cells(2)["ec_row_wise"]
+    model: Any = build(cell, torch.optim.SGD, {"lr": 0.05})
+    first, *others = cell.tables
+    assert others
+    sparse = sparsify(
+        model,
+        optimizer_of(model, _sgd, _sgd),
+        level=0.5,
+        block="col",
+        end=0,
+        min_rows=0,
+        include=first.name,
+        rotate="table",
+    )
+    sparse.step()
+    with pytest.raises(ValueError, match="its tables must have one width. Rotate all of them, or"):
+        compact(model, sparse)
+    model(batch(cell, seed=0))
