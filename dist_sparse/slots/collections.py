@@ -149,11 +149,6 @@ class SlotIndex(nn.Module):
         buckets = self._current_buckets()
         return self.id_of_slot.nbytes + buckets.starts.nbytes + buckets.slots.nbytes
 
-    @property
-    def num_kept(self) -> int:
-        """How many ids hold a slot."""
-        return int((self.id_of_slot >= 0).count_nonzero())
-
     def forward(self, ids: Tensor) -> Tensor:
         """Return the slots of ids, int32 in the shape of ``ids``:
         :data:`~dist_sparse.compaction.row_index.REMOVED` for an id without a slot,
@@ -190,12 +185,12 @@ class SlotIndex(nn.Module):
 
         A reserved slot belongs to no id yet: lookups of ``coming`` find none before
         :meth:`admit`."""
-        buckets = self._current_buckets()
-        self.id_of_slot[self(leaving).long()] = VACANT
-        [free] = (self.id_of_slot == VACANT).nonzero(as_tuple=True)
-        self.id_of_slot[free[: len(coming)]] = (-2 - coming).to(self.id_of_slot.dtype)
+        state, buckets = self.id_of_slot, self._current_buckets()
+        state[self(leaving).long()] = VACANT
+        [free] = (state == VACANT).nonzero(as_tuple=True)
+        state[free[: len(coming)]] = (-2 - coming).to(state.dtype)
         # The hash table stays valid: a lookup compares the holder, and these slots have none.
-        self._buckets = buckets._replace(version=self.id_of_slot._version)
+        self._buckets = buckets._replace(version=state._version)
 
     def admit(self) -> tuple[Tensor, Tensor]:
         """Turn reservations into holders; return the new holders and their slots, both int64
@@ -275,7 +270,7 @@ class FollowingIds(CompactIds):
         self.lookup_stats = {name: torch.tensor(LookupStats()) for name in indexes}
         # Training batches that are translated and not looked up yet, ids and lengths as below. A
         # weak reference does not keep alive what a pipeline drops.
-        self._in_flight: list[tuple[weakref.ref[Any], Tensor, list[int]]] = []
+        self._in_flight: list[tuple[Any, Tensor, list[int]]] = []
         # Ids of training batches, and how many each feature has. A step only copies them; counting
         # waits for an update.
         self._batches: list[tuple[Tensor, list[int]]] = []
@@ -289,14 +284,12 @@ class FollowingIds(CompactIds):
     @property
     def ahead(self) -> int:
         """How many training batches are translated and not looked up yet."""
-        self._in_flight = [batch for batch in self._in_flight if batch[0]() is not None]
-        return len(self._in_flight)
+        return sum(batch() is not None for batch, *_ in self._in_flight)
 
     @property
     def slots(self) -> dict[str, SlotIndex]:
         """The index of each table that follows its traffic."""
-        slots: dict[str, Any] = dict(self.indexes.items())
-        return slots
+        return dict(cast(Any, self.indexes).items())
 
     def record_lookup(self, features: object) -> None:
         """Record that the collection has looked up a batch: now it counts. A batch in flight does
@@ -496,8 +489,7 @@ def _follow_collection(module: nn.Module, rows: Mapping[str, int]) -> Any:
     _refuse_unsupported(module, module)
     configs = configs_of(module)
     ids = {config.name: config.num_embeddings for config in configs}
-    is_valid = isinstance(rows, Mapping) and rows and rows.keys() <= ids.keys()
-    if not is_valid:
+    if not (isinstance(rows, Mapping) and rows and rows.keys() <= ids.keys()):
         raise ValueError(f"Invalid rows={rows!r}: the collection has the tables {sorted(ids)}.")
     indexes = {}
     for name, count in rows.items():

@@ -17,7 +17,6 @@ lost to all holders of that update, and decay scales its count as it scales thei
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,11 +67,6 @@ class Weight:
     def now(self) -> int:
         """The weight of a lookup until the next update."""
         return 1 if self.decay == 1 else round(_UNIT * self.decay**-self.age)
-
-    @property
-    def most_age(self) -> float:
-        """A bound on the age: counts are divided before."""
-        return math.inf if self.decay == 1 else 1 + math.log(_GROWTH, 1 / self.decay)
 
     def next(self) -> int | None:
         """Begin the interval after an update. Return the weight by which to divide counts now, or
@@ -242,13 +236,12 @@ class CandidateCounts:
         Raises:
             ValueError: the state does not have them.
         """
-        fits = isinstance(saved, Tensor) and saved.dtype == torch.int64
-        fits = fits and saved.shape[:-1] == (2,)
+        fits = isinstance(saved, Tensor) and saved.dtype == torch.int64 and saved.shape[:-1] == (2,)
         all_ids, all_counts = saved if fits else torch.empty(2, 0)
         owned = (all_ids >= self.first) & (all_ids < self.last)
         ids = all_ids[owned]
         counts = all_counts[owned].int()
-        fits = fits and bool((all_ids >= VACANT).all() & (ids.diff() > 0).all())
+        fits &= bool((all_ids >= VACANT).all() & (ids.diff() > 0).all())
         _check_counts(self, table, counts, fits)
         return [counts, ids]
 

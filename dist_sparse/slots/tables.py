@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -171,9 +171,8 @@ class _Table:
             least: the smallest count with which an unprotected id may win.
         """
         owned = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
-        ids = torch.unique(torch.cat([self.counts.looked_up(least), self.protected[owned]]))
-        without_slot: Tensor = ids[~self.have_slots(ids)]
-        return without_slot
+        ids: Tensor = torch.unique(torch.cat([self.counts.looked_up(least), self.protected[owned]]))
+        return ids[~self.have_slots(ids)]
 
 
 # The FollowingTables of each collection, while it exists. A second one would take a part of the
@@ -256,8 +255,8 @@ class FollowingTables:
             check_module(model)
             modules = model.modules()
             collections = [module for module in modules if isinstance(module, FollowingCollection)]
-            protect_ids = {} if protect_ids is None else protect_ids
-            _refuse_unless_dict("protect_ids", protect_ids)
+            protect_ids = protect_ids or {}
+            _require_dict("protect_ids", protect_ids)
             self._tables = _find_tables(collections, protect_ids, candidates, self._group)
             # This raises now for tables that write() could not initialize later.
             for table in self._tables:
@@ -435,9 +434,9 @@ class FollowingTables:
                 ``id_of_slot`` is invalid. On every rank, and nothing has changed.
         """
         with self._group.agreeing("load_state_dict()") as facts:
-            _refuse_unless_dict("state", state_dict)
+            _require_dict("state", state_dict)
             saved_counts: Any = state_dict.get("counts")
-            _refuse_unless_dict("counts", saved_counts)
+            _require_dict("counts", saved_counts)
             expected = {"decay": self._weight.decay, "seed": self.seed, "tables": self._sizes()}
             rules = {}
             for key, value in expected.items():
@@ -448,12 +447,13 @@ class FollowingTables:
             checks.refuse(rules)
             step = checks.integer("step", state_dict.get("step"), least=0)
             # A later admission would miss the next update.
-            latest = step + self.every
+            last = step + self.every
             admits_at = checks.integer(
-                "admits_at", state_dict.get("admits_at"), least=-1, most=latest
+                "admits_at", state_dict.get("admits_at"), least=-1, most=last
             )
-            oldest = self._weight.most_age
-            age = checks.integer("age", state_dict.get("age"), least=0, most=oldest)
+            age = checks.integer("age", state_dict.get("age"), least=0)
+            # Counts are divided long before an old lookup weighs so little.
+            checks.refuse({f"Invalid age={age}: too old.": self._weight.decay**age < 1e-4})
             counts = []
             for table in self._tables:
                 # torch.distributed.checkpoint has loaded it in place, where nothing checks it.
@@ -486,7 +486,7 @@ class FollowingTables:
             index = table.index
             waiting, never = row[:2].tolist()
             stats = LookupStats(*(row[2:] + table.totals).tolist())
-            cells = [index.rows, index.stored, index.num_kept, waiting, never]
+            cells = [index.rows, index.stored, len(index.holders()[0]), waiting, never]
             cells += [self.moved[table.name], stats.lookups]
             missed = (stats.missed - stats.unseen, stats.unseen)
             shares = [percent(part / max(stats.lookups, 1)) for part in missed]
@@ -534,14 +534,14 @@ def _find_tables(
             most = index.rows
             if index.hashed:
                 counts = CandidateCounts
-                most = min(candidates * index.stored, index.rows)
+                most = candidates * index.stored
             tables[name] = _Table(
                 name=name,
                 collection=collection,
                 bounds=initial_bounds(collection, name),
                 starts=starts,
                 counts=counts(starts[group.rank], starts[group.rank + 1]),
-                protected=_protected_ids(name, index, protect_ids.get(name, ())),
+                protected=_protected_ids(index, protect_ids.get(name, ())),
                 candidates=most,
                 totals=torch.tensor(LookupStats()),
                 new_ids=torch.zeros(0, dtype=torch.int64),
@@ -556,7 +556,7 @@ def _find_tables(
     return list(tables.values())
 
 
-def _protected_ids(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
+def _protected_ids(index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
     """Return protected ids: distinct, ascending, int64.
 
     Raises:
@@ -564,18 +564,18 @@ def _protected_ids(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) ->
     """
     # torch raises one of these for None, text or uneven lists.
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        given = torch.as_tensor(list(ids) if isinstance(ids, Set) else ids)
+        given = torch.as_tensor(list(ids) if isinstance(ids, set) else ids)
         distinct: Tensor = torch.unique(given)
         fits = (distinct >= 0) & (distinct < index.rows) & (distinct == distinct.long())
         if fits.all() and len(distinct) <= index.stored and given.dtype != torch.bool:
             return distinct.long()
     raise ValueError(
-        f"Invalid protect_ids of table {table!r}: must be at most {index.stored} distinct ids"
+        f"Invalid protect_ids of table {index.table!r}: must be at most {index.stored} distinct ids"
         f" (one slot each) in [0, {index.rows})."
     )
 
 
-def _refuse_unless_dict(name: str, value: object) -> None:
+def _require_dict(name: str, value: object) -> None:
     if not isinstance(value, Mapping):
         raise ValueError(f"Invalid {name} of type {type(value).__name__}: must be a dict.")
 

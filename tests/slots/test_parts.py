@@ -34,7 +34,7 @@ def test_index_follows_its_state() -> None:
         assert [each.tolist() for each in index.admit()] == [coming, free[: len(coming)]]
         expected = torch.tensor([held.get(number, -1) for number in range(70)])
         assert torch.equal(index(torch.arange(70)).long(), expected)
-        assert index.holders()[0].tolist() == sorted(held) and index.num_kept == len(held)
+        assert index.holders()[0].tolist() == sorted(held)
         assert index(torch.tensor([[-1, 70, 3]])).tolist() == [[-2, -2, int(expected[3])]]
         # A load writes into the state, or puts another in its place.
         other = SlotIndex(70, 6)
