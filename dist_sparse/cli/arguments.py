@@ -113,9 +113,9 @@ def parse_count(text: str) -> int:
     """Return a number of processes.
 
     Raises:
-        ArgumentTypeError: not a whole number of at least 1.
+        ArgumentTypeError: not a whole number from 1 to 16, which one machine can start.
     """
-    return int(_match(r"[1-9]\d*", text, f"{text!r}: must be a whole number, at least 1")[0])
+    return int(_match("[1-9]|1[0-6]", text, f"{text!r}: must be a whole number, 1 to 16")[0])
 
 
 def parse_tolerance(text: str) -> float:

@@ -77,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run_command(words: list[str]) -> int:
-    if not words:
+    if words in ([], ["help"]):
         return _print_text(parser().format_help().rstrip())
     if words[0] in ("-V", "--version"):
         return _print_text(f"dist-sparse {dist_sparse.__version__}")
@@ -97,11 +97,14 @@ def _run_command(words: list[str]) -> int:
         how = "; dist-sparse doctor prints how to install it." if error.name == "torch" else "."
         return _print_failure(name, f"needs {error.name}, which is not installed{how}")
     except (ValueError, OSError, ImportError) as error:
-        return _print_failure(name, as_typed(str(error), _TYPED))
+        text = as_typed(str(error), _TYPED)
+        status = _print_failure(name, text)
+        return 2 if text.startswith("Invalid --") else status
 
 
-# Options whose Python arguments have other names.
-_TYPED = {"path": "--out", "out": "--out", "methods": "--method", "metric": "--metric"}
+# Options by the names of their Python arguments.
+_TYPED = {name: f"--{name}" for name in ("out", "metric", "rotate")}
+_TYPED |= {"path": "--out", "methods": "--method"}
 
 
 class Subcommand(Parser):
@@ -325,7 +328,12 @@ _ROTATE = option(
 )
 _ARTIFACT = option("folder", help="the folder that export wrote", metavar="ARTIFACT")
 _DELTAS = option(
-    "deltas", help="deltas after it, of export(since=), in order", nargs="*", metavar="DELTA"
+    "deltas",
+    help="deltas after it, of export(since=), in order",
+    nargs="*",
+    # Without a default, argparse would list it among the arguments that are required.
+    default=[],
+    metavar="DELTA",
 )
 
 # Commands by name, in the order of --help: function, purpose, examples with notes, and options.
@@ -431,7 +439,7 @@ called again with fractions of them, for models with smaller tables.
             ),
             option(
                 "--less",
-                help="a metric of which less is better; default: ne, loss",
+                help="a metric that is better when lower; default: ne, loss",
                 action="append",
                 metavar="METRIC",
             ),

@@ -28,6 +28,8 @@ _EXAMPLES = """\
       --rdzv-endpoint node1:29400 --rdzv-id ID train.py
   {prog} sbatch --nnodes 2 --nproc 8 --gpus 8 --cpus 64 \\
       --time 02:00:00 train.py > job.sh
+
+exit status: that of the job; 1 not started, 2 wrong command line
 """
 
 
@@ -71,10 +73,10 @@ def _kubeflow(options: argparse.Namespace) -> int:
 
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
-    "local": (_local, "run a job on this machine (the command when none is given)"),
-    "torchrun": (_local, "run this machine's part of a job on several; the same words on each"),
-    "sbatch": (_sbatch, "write a script for Slurm's sbatch"),
-    "kubeflow": (_kubeflow, "write a TrainJob for Kubeflow Trainer v2"),
+    "local": (_local, "runs a job on this machine (the command when none is given)"),
+    "torchrun": (_local, "runs this machine's part of a job on several; the same words on each"),
+    "sbatch": (_sbatch, "writes a script for Slurm's sbatch"),
+    "kubeflow": (_kubeflow, "writes a TrainJob for Kubeflow Trainer v2"),
 }
 
 
@@ -161,7 +163,7 @@ class Parser(argparse.ArgumentParser):
 
 def _closest(word: str, known: Iterable[str]) -> str:
     """Return the end of an error that names the closest known word; empty if none is close."""
-    return "".join(f"; did you mean {close}?" for close in get_close_matches(word, known, n=1))
+    return "".join(f"; did you mean {close}?" for close in get_close_matches(word, known, 1, 0.7))
 
 
 def option(*flags: str, **settings: Any) -> Option:
@@ -169,7 +171,7 @@ def option(*flags: str, **settings: Any) -> Option:
     return flags, settings
 
 
-# argparse prints the names of these two functions: "--ranks: invalid local_ranks value: 'x'".
+# argparse prints the name of this function: "--ranks: invalid local_ranks value: 'x'".
 
 
 def local_ranks(text: str) -> list[int]:
@@ -179,7 +181,9 @@ def local_ranks(text: str) -> list[int]:
 
 def key_value(text: str) -> tuple[str, str]:
     """Return ``KEY=VALUE`` as a pair."""
-    key, value = text.split("=", 1)
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be KEY=VALUE")
     return key, value
 
 
@@ -268,12 +272,13 @@ _OPTIONS: dict[str, list[Option]] = {
 
 
 def _parser(prog: str, command: str) -> Parser:
-    known = "\n".join(f"  {name:10}{purpose}" for name, (_, purpose) in _COMMANDS.items())
+    purpose = _COMMANDS[command][1]
+    known = "\n".join(f"  {name:10}{what}" for name, (_, what) in _COMMANDS.items())
     parser = Parser(
         # `local` may be left out, and is left out of messages too.
         prog=f"{prog} {command}".removesuffix(" local"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=_COMMANDS[command][1],
+        description=f"{purpose[0].upper()}{purpose[1:]}.",
         epilog=f"commands:\n{known}\n\nexamples:\n{_EXAMPLES.format(prog=prog)}",
         usage=f"{prog} [COMMAND] [OPTIONS] SCRIPT [-- ARGS]",
         allow_abbrev=False,

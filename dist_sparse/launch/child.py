@@ -54,6 +54,10 @@ def torchrun(shown: str, words: list[str]) -> int:
         return code
     except SignalException as error:
         return 128 + error.sigval
+    except ValueError as error:
+        # An argument that only torch can check, such as the GPUs of `--nproc gpu`.
+        print(f"launch: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -340,8 +340,7 @@ class CurveDataScheduler(ReadyDataScheduler):
         if checked == UNTOUCHED:
             if self.curve is not curves.constant or what == "initial":
                 raise ValueError(
-                    f"Invalid {what}={value!r}: the rows without a lookup are no level that rises:"
-                    " the schedule must be constant or one-shot."
+                    f"Level {value!r} does not rise: the schedule must be constant or one-shot."
                 )
             return checked
         if checked >= 1 and self.curve is curves.exponential:

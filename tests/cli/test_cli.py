@@ -45,8 +45,9 @@ def test_methods_are_those_of_frontier() -> None:
     assert method.choices == tuple(METHODS)
 
 
-def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
+@pytest.mark.parametrize("words", [[], ["help"]])
+def test_alone_it_prints_its_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
     said = capsys.readouterr()
     assert said.out.startswith("usage: dist-sparse") and "examples:" in said.out and not said.err
 
@@ -73,6 +74,9 @@ def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
             ["report", "--opne"],
             "report: error: unrecognized arguments: --opne; did you mean --open?",
         ),
+        (["report", "--bogus"], "dist-sparse report: error: unrecognized arguments: --bogus\n"),
+        (["merge"], "the following arguments are required: ARTIFACT, --out\n"),
+        (["selftest", "--nproc", "99"], "Invalid '99': must be a whole number, 1 to 16."),
         (["report", "a", "--zzz"], "dist-sparse report: error: unrecognized arguments: --zzz\n"),
         (["launch", "--nprocs=2", "a.py"], "arguments: --nprocs=2; did you mean --nproc?"),
         (["plan", "f.py:f", "--budget", "80"], "No table fits in 80 bytes. Did you mean 80%?"),
@@ -255,26 +259,49 @@ def test_plan_of_a_module(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["plan", "{model}:two", "--budget", "1%", "--rotate", "x,y"],
-            "['x', 'y'] are none of the tables",
-        ),
-        (
-            ["plan", "{model}:driving", "--budget", "1%", "--rotate", "x"],
-            "of the tables ['a\\x1b[2J']",
-        ),
         (["inspect", "{model}"], "holds no run: there is no run.json"),
         (["inspect", "nothere"], "inspect: nothere does not exist."),
         (["inspect", "step-00000001"], "step-00000001 does not exist."),
         (["report", "nothere"], "report: nothere does not exist."),
-        (["merge", "served", "delta", "--out", "{model}"], "merge: Invalid --out='"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_failure_is_one_sentence_and_1(
     words: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([word.replace("{model}", model) for word in words]) == 1
+    check_failure(words, message, model, capsys, status=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["plan", "{model}:two", "--budget", "1%", "--rotate", "x,y"],
+            "Invalid --rotate=[['x', 'y']]: ['x', 'y'] are none of the tables",
+        ),
+        (
+            ["plan", "{model}:driving", "--budget", "1%", "--rotate", "x"],
+            "of the tables ['a\\x1b[2J']",
+        ),
+        (["merge", "served", "delta", "--out", "{model}"], "merge: Invalid --out='"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_value_is_one_sentence_and_2(
+    words: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_failure(words, message, model, capsys, status=2)
+
+
+def check_failure(
+    words: list[str],
+    message: str,
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    status: int,
+) -> None:
+    assert main([word.replace("{model}", model) for word in words]) == status
     said = capsys.readouterr()
     assert said.out == ""
     [line] = sentences(said.err)

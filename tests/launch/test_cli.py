@@ -100,7 +100,7 @@ def test_the_endpoint_may_come_from_a_variable(
         ([], "required: SCRIPT"),
         (["--nproc", "0", "a.py"], "Invalid --nproc='0'"),
         (["--nproc", "-1", "a.py"], "launch: error: Invalid --nproc='-1'"),
-        (["--env", "A", "a.py"], "--env: invalid key_value value: 'A'"),
+        (["--env", "A", "a.py"], "--env: 'A': must be KEY=VALUE"),
         (["--ranks", "0,x", "a.py"], "--ranks: invalid local_ranks value: '0,x'"),
         (
             ["--nproc", "2", "--ranks", "0,2", "pyproject.toml"],
@@ -144,6 +144,7 @@ def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str
     assert leaving.value.code == 0
     found = capsys.readouterr().out
     assert "dist-sparse launch --nproc 2 train.py -- --epochs 1" in found
+    assert found.split("\n\n")[1].startswith(("Runs ", "Writes ")) and "exit status: " in found
 
 
 def test_names_come_from_scripts(capsys: pytest.CaptureFixture[str]) -> None:
