@@ -82,10 +82,10 @@ def _qualities(found: list[dict[str, Any]], stream: str) -> str:
         f"{stream} AUC and normalized entropy of all batches but the first eighth, each batch"
         " predicted before it was trained on: mean of seeds 0, 1 and 2, and half their range."
         " Budget: the share of the bytes of the full table, 64 columns and row-wise Adagrad's sum,"
-        " that rows, sums, indexes and counts may take: 4 bytes an id and 20 a row for following"
+        " that rows, sums, indexes and counts may take: 4 bytes an id and 16 a row for following"
         " tables, 0.25 an id for frozen masks (which hold the full table for the first eighth), 24"
         " or 32 a row for TorchRec's managed collisions. Updates every 10 batches, for all alike. Milliseconds: the median CPU time of a step, and"
-        " the mean, which has the due ones. FBGEMM resets the state of evicted rows on CUDA alone:"
+        " the mean, which includes updates. FBGEMM resets the state of evicted rows on CUDA alone:"
         " here the benchmark does."
     )
     lines = [

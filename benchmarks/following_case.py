@@ -54,9 +54,9 @@ POLICIES = {"lfu": LFU_EvictionPolicy, "distance lfu": DistanceLFU_EvictionPolic
 ID_BYTES = {"frozen": 0.25, "following": 4}
 """For each id: a bitmap with counts of kept rows; an int32 count of lookups."""
 
-SLOT_BYTES = {"following": 20, "lfu": 24, "distance lfu": 32}
-"""For each row: its id in the state, and in a hash table with its slot and at most two starts of
-buckets, int32; the id, the row and a count, and the batch of the last lookup, int64 each. Lookups
+SLOT_BYTES = {"following": 16, "lfu": 24, "distance lfu": 32}
+"""For each row: its id in the state, its place in the hash table, and at most two starts of
+buckets, int32 each (12 to 16 bytes, by the number of rows); the id, the row and a count, and the batch of the last lookup, int64 each. Lookups
 that wait for the next update are not counted in either."""
 
 ZIPF = 1.05
