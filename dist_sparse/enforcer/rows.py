@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.device import kernels_on
-from dist_sparse.masking.masks import WORDS, BlockMask, Held, positions, prune, wide
+from dist_sparse.masking.masks import WORDS, BlockMask, Held, places_of, positions, prune, wide
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import sent
@@ -336,7 +336,7 @@ class RowFlags:
 
     def __init__(self, count: int, device: torch.device | None = None) -> None:
         self.count = count
-        # Whole words of 8 flags, which parts() searches.
+        # Whole words of 8 flags, which places_of() searches.
         self._words = torch.zeros(-(-count // 8), dtype=torch.int64, device=device)
         self.flags = self._words.view(torch.uint8)[:count]
 
@@ -363,15 +363,10 @@ class RowFlags:
 
     def parts(self) -> Iterator[Tensor]:
         """Yield the rows, int64, ascending, in parts."""
-        # Most words of 8 flags are 0: clean rows are skipped 8 at a time.
-        step = FLAGS_AT_A_TIME // 8
-        for first in range(0, self._words.numel(), step):
-            touched = self._words[first : first + step].nonzero().flatten()
-            if touched.numel():
-                touched += first
-                at = self._words.index_select(0, touched).view(torch.uint8).nonzero().view(-1)
-                # Flag `at` of the touched words is byte at % 8 of word at // 8.
-                yield touched.index_select(0, at >> 3).mul_(8).add_(at & 7)
+        for first in range(0, self.count, FLAGS_AT_A_TIME):
+            rows = places_of(self.flags[first : first + FLAGS_AT_A_TIME])
+            if rows.numel():
+                yield rows.add_(first)
 
     def among(self, ids: Tensor) -> Tensor:
         """Return the rows of the set that ids of a lookup name, int64, with repeats; perhaps

@@ -27,6 +27,7 @@ import dist_sparse
 from dist_sparse.checks import choice, hex_of, refuse
 from dist_sparse.codes.quantize import CodedTraining, sparsifier_or_empty
 from dist_sparse.groups import Group, world_group
+from dist_sparse.masking.masks import places_of, positions
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
     Folders,
@@ -37,7 +38,6 @@ from dist_sparse.serving.artifact import (
     check_new,
     checksum,
     folders_of,
-    ids_of,
     memory_of,
     rows_of,
     sum_of_rows,
@@ -405,7 +405,7 @@ class _Changes:
     def __init__(self, before: MappedTable, after: Table, whole: Tensors, folder: Path) -> None:
         self._before, self._after, self._whole = before, after, whole
         words = whole.get("kept", all_kept(after.rows))
-        self._removed = torch.cat([*ids_of(before.index.words & ~words, after.rows)])
+        self._removed = positions((before.index.words & ~words).view(torch.uint8))
         self._replaced = {
             key: whole[key]
             for key, tensor in before.whole.items()
@@ -425,16 +425,19 @@ class _Changes:
 
     def add(self, ids: Tensor, parts: Tensors) -> None:
         had_row = rows_of(self._before.index, ids) >= 0
-        old, is_changed = self._before.gather(ids[had_row]), ~had_row
+        # By places: index_select() is 3x faster than indexing rows with flags.
+        had = places_of(had_row)
+        old, is_changed = self._before.gather(ids[had]), ~had_row
         for key, part in parts.items():
-            differs = words_of(part[had_row]) != words_of(old[key])
-            is_changed[had_row] |= differs.any(1)
-        self._added += int((~had_row).count_nonzero())
-        self._ids.append(ids[is_changed].int())
+            differs = words_of(part.index_select(0, had)) != words_of(old[key])
+            is_changed[had] |= differs.any(1)
+        self._added += len(ids) - len(had)
+        changed, replaced = places_of(is_changed), places_of(is_changed[had])
+        self._ids.append(ids[changed].int())
         for key, part in parts.items():
-            new = part[is_changed]
-            old_sum = sum_of_rows(ids[had_row & is_changed], old[key][is_changed[had_row]])
-            self._sums[key] = checksum(new, ids[is_changed], self._sums[key] - old_sum)
+            new = part.index_select(0, changed)
+            old_sum = sum_of_rows(ids[had[replaced]], old[key].index_select(0, replaced))
+            self._sums[key] = checksum(new, ids[changed], self._sums[key] - old_sum)
             self._spools[key].write(memory_of(new))
 
     def result(self) -> TableDelta:

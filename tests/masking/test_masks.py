@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_sparse.masking.masks import BlockMask, count_bits, pack, positions, unpack
+from dist_sparse.masking.masks import BlockMask, count_bits, pack, places_of, positions, unpack
 from dist_sparse.tables.shards import Rect, grid_of
 
 CPU = torch.device("cpu")
@@ -53,6 +53,16 @@ def test_pack_and_unpack_are_inverse(count: int) -> None:
     assert [int(byte) >> bit & 1 for byte in packed for bit in range(8)][
         :count
     ] == flags.int().tolist()
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 63, 64, 65, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("first", [0, 3, 8])
+def test_places_of_few_and_of_many(count: int, share: float, first: int) -> None:
+    flags = (torch.rand(first + count) < share)[first:]
+    expected = flags.nonzero().flatten()
+    assert torch.equal(places_of(flags), expected)
+    assert torch.equal(places_of(flags.to(torch.uint8)), expected)
 
 
 @settings(max_examples=100, deadline=None)
