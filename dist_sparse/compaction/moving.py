@@ -161,8 +161,7 @@ def move_rows(
                 local = held[part.shard][part.rows.start - top : part.rows.stop - top]
                 # 3x faster than indexing with flags, where few are kept.
                 local = local.index_select(0, places_of(kept[part.rows]).to(local.device))
-                local = local.view(part.kept.rows, -1)
-                _pack_wanted(parcels, part.kept, local, wanted)
+                _pack_wanted(parcels, part.kept, local.view(part.kept.rows, -1), wanted)
             arriving = _expect_pieces(parcels, source, kept, chunk, wanted[group.rank])
         parcels.exchange(group.device)
         # Read here, not above, so that one rectangle at a time is copied out of the messages.

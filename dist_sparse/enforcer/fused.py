@@ -229,16 +229,15 @@ class TableBatchHooks:
         if not self._knows_writes:
             return
         self._refresh()
-        weights = {}
         if reader == "scores":
-            for table, slot in self._slots.items():
-                if worth_keeping(slot.mask.rect, slot.mask.block):
-                    weights[table] = slot.weight
+            weights = {
+                table: slot.weight
+                for table, slot in self._slots.items()
+                if worth_keeping(slot.mask.rect, slot.mask.block)
+            }
         else:
-            for table, weight in enumerate(self._batch.weights()):
-                # An empty table has the address of the next one.
-                if len(weight):
-                    weights[table] = weight
+            # An empty table has the address of the next one.
+            weights = {i: weight for i, weight in enumerate(self._batch.weights()) if len(weight)}
         record = self._records.get(reader, {})
         if record.keys() != weights.keys():
             record = {table: RowFlags(len(weight)).add_all() for table, weight in weights.items()}

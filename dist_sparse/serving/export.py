@@ -139,13 +139,14 @@ def export(
             folders, or what the last :func:`export` returned. The folder then is a delta: the rows
             whose stored bytes have changed, the ids that came, and the ids that went. It takes
             ``load_served([base, delta])`` to what a whole export would serve, bit for bit. All
-            weights are streamed and compared; from the second delta of a process on, of tables
-            with a fused optimizer on the CPU, only rows that the enforcer has seen written: after
-            writes that torch does not count (through ``.data``, numpy, or a collective on weights)
-            call ``sparsifier.apply_masks()`` first. With ``scale="column"`` a scale that has
-            changed may change the codes of all rows. Only rank 0 reads these folders; of tables
-            whose written rows were noted, which ids have rows, and rows that changed: damage of
-            other rows is found by what loads, checks or merges the chain.
+            weights are streamed and compared; if this process wrote the last of these folders, of
+            tables with a fused optimizer on the CPU, only rows that the enforcer has seen written:
+            after writes that torch does not count (through ``.data``, numpy, or a collective on
+            weights) call ``sparsifier.apply_masks()`` first. With ``scale="column"`` a scale that
+            has changed may change the codes of all rows. Only rank 0 reads these folders. Of tables
+            whose written rows were noted, it verifies which ids have rows, and reads the rows that
+            changed without verifying them: damage of rows is found by what loads, checks or merges
+            the chain.
 
     Raises:
         ValueError: something is at ``path``, a table or module can't be served, removed weights are
@@ -353,7 +354,7 @@ class DeltaWriter(ArtifactWriter):
         manifest: the manifest of the artifact after the delta, without checksums.
         chain: the artifact and the deltas that the delta follows.
         sources: the tables, by name. If writes to a table were recorded, only written rows of the
-            chain are read, so its rows are not verified; its bitmaps and ids are.
+            chain are read, so no rows are verified; its bitmaps and ids are.
     """
 
     def __init__(self, path: Path, manifest: Manifest, chain: Chain, sources: ServedTables) -> None:
