@@ -16,9 +16,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from dist_sparse.checks import digest, integer, number
+from dist_sparse.checks import digest, integer, number, refuse
 from dist_sparse.codes.books import (
     ENTRIES,
     LARGEST_HALF,
@@ -42,8 +41,6 @@ from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 
 # Smaller tables are refused: at 64 columns the books of 32 KiB would take more than a byte per row.
 LEAST_ROWS = 20_000
-
-_STATE_KEYS = {"step", "schedule", "fitted", "books", "codes"}
 
 # The hooks of all handles of this process that are attached.
 _ATTACHED: WeakSet[DecodingHooks] = WeakSet()
@@ -132,9 +129,8 @@ def quantize(
         groups = _groups_of(codes, located)
         _refuse_masks(sparsifier, groups, located)
         _refuse_coded([located[name] for name in groups])
-        for each in tree_leaves(optimizer):
-            # Codes need no optimizer. Iterating refuses anything else, which must be a mistake.
-            deque(leaves(each))
+        # Codes need no optimizer. Iterating refuses anything else, which must be a mistake.
+        deque(leaves(optimizer))
         facts["begin, end, every"] = asdict(schedule)
         facts["codes, commitment, sparse"] = [groups, factor, sparse is not None]
     handle = CodedTraining(source, groups, schedule, factor, sparsifier)
@@ -436,15 +432,14 @@ def _refuse_range(shard: CodedShard) -> None:
 
 def _refuse_foreign(state: Any, tables: set[str]) -> None:
     """Refuse what is no state of codes, or one of other tables."""
-    if not isinstance(state, Mapping) or set(state) != _STATE_KEYS:
-        raise ValueError(f"Invalid state of codes: it must have the keys {sorted(_STATE_KEYS)}.")
     expected = {"schedule": {"begin", "end", "every"}, "books": tables, "codes": tables}
+    wrong = (
+        f"Invalid state of codes: must have step, fitted, and mappings with the keys {expected}."
+    )
+    refuse({wrong: not isinstance(state, Mapping) or set(state) != {"step", "fitted", *expected}})
     for key, names in expected.items():
-        saved = state[key]
-        if not isinstance(saved, Mapping) or set(saved) != names:
-            raise ValueError(f"Invalid {key} in a state of codes: must be of {sorted(names)}.")
-    if not isinstance(state["fitted"], bool):
-        raise ValueError(f"Invalid fitted={state['fitted']!r} in a state of codes: must be a bool.")
+        refuse({wrong: not isinstance(state[key], Mapping) or set(state[key]) != names})
+    refuse({f"Invalid fitted={state['fitted']!r}: must be a bool.": state["fitted"] not in (0, 1)})
 
 
 def _saved_codes(data: ShardedData) -> ChunkedTensor:
