@@ -5,7 +5,8 @@ import sys
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        del sys.path[0]  # the current folder: a json.py in it would be imported instead of Python's
+        # The current folder: a json.py in it would be imported instead of Python's.
+        del sys.path[0]
     from dist_sparse.cli.main import main
 
     sys.exit(main())

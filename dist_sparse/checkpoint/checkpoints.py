@@ -103,7 +103,8 @@ class Checkpoints:
     def __init__(self, root: str | os.PathLike[str], *, keep: int = 3, every: int = 1) -> None:
         self.keep = checks.integer("keep", keep, least=1)
         self.every = checks.integer("every", every, least=1)
-        from dist_sparse.checkpoint.storage import Folders  # loads DCP, which torch itself does not
+        # Not at the top: it loads DCP, which torch itself does not.
+        from dist_sparse.checkpoint.storage import Folders
 
         self._folders = Folders(root)
         # The write that save_async() has begun. Its thread starts with the first one.

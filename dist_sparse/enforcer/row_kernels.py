@@ -236,7 +236,8 @@ def visit_rows(
         info = table + feature * FIELDS
         weight = tl.load(info).to(tl.pointer_type(WORD))
         bits = tl.load(info + 1).to(tl.pointer_type(tl.uint8))
-        cols = tl.load(info + 4).to(tl.int32)  # 0 where nothing is removed: then no turn is taken
+        # 0 where nothing is removed: then no turn is taken.
+        cols = tl.load(info + 4).to(tl.int32)
         height, cut, width = (
             tl.load(info + 6),
             tl.load(info + 7).to(tl.int32),

@@ -414,7 +414,8 @@ class UnshardedTables:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return what plain optimizers step on this rank, by table."""
         return {
-            name.split(".")[-2]: parameter  # "embedding_bags.TABLE.weight"
+            # "embedding_bags.TABLE.weight"
+            name.split(".")[-2]: parameter
             for name, parameter in self._module.named_parameters()
             if not steps_in_backward(parameter)
         }
@@ -633,7 +634,8 @@ def _refuse_unknown_storage(name: str, config: Any, copied: bool) -> None:
 
 
 def _shape(config: Any) -> tuple[int, int]:
-    if config.global_metadata is None:  # data-parallel
+    # Data-parallel tables have none.
+    if config.global_metadata is None:
         return config.local_rows, config.local_cols
     rows, cols = config.global_metadata.size
     return rows, cols

@@ -65,7 +65,8 @@ def trial_model(
         data_type: TorchRec's name of the type of weights; FBGEMM rounds FP16 stochastically on
             CUDA.
     """
-    torch.manual_seed(0)  # the layers are equal on all ranks
+    # The layers are equal on all ranks.
+    torch.manual_seed(0)
     net = TrialModel(shapes, DataType[data_type])
     fused: dict[str, Any] = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.1}
     if kernel == "fused_uvm_caching":
