@@ -312,14 +312,17 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
         entries = json.loads(body + _END)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
-    found = entries.get("format") if isinstance(entries, dict) else None
-    if found != form:
-        raise ValueError(f"its format is {found!r}, not {form!r}")
-    if entries.get("version") != version:
-        raise ValueError(
-            f"version {entries.get('version')!r} is not {version}, the one that this release reads"
-        )
-    return dict(entries)
+    fields = entries if isinstance(entries, dict) else {}
+    found, number = fields.get("format"), fields.get("version")
+    refuse(
+        {
+            f"its format is {found!r}, not {form!r}": found != form,
+            f"version {number!r} is not {version}, the one that this release reads": (
+                number != version
+            ),
+        }
+    )
+    return fields
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:

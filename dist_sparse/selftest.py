@@ -502,17 +502,15 @@ def _lost(says: str, seconds: float, folder: Path) -> Json:
 def worker(words: Sequence[str]) -> int:
     """Run checks as one rank; return 1 at the first that fails: the device may be unusable, and the
     other ranks may be at another collective."""
-    folder = Path(words[0])
-    rank = int(words[1])
-    world = int(words[2])
-    kind = words[3]
+    folder, kind, names = Path(words[0]), words[3], words[4:]
+    rank, world = map(int, words[1:3])
     backend, device = "gloo", torch.device(kind)
     if kind == "cuda":
         backend, device = "nccl", torch.device(kind, rank)
         torch.cuda.set_device(device)
     limit = timedelta(seconds=120)
     dist.init_process_group(backend, f"file://{folder / 'store'}", limit, world, rank)
-    for number, name in enumerate(words[4:]):
+    for number, name in enumerate(names):
         outcome = _outcome(name, device)
         part = folder / f"{rank}.part"
         part.write_text(json.dumps(outcome))

@@ -56,7 +56,8 @@ VALUES = "values.json"
 METADATA = ".metadata"
 
 _STEP = re.compile(r"step-(\d{8,})")
-_LONGEST = 1 << 26  # bytes of a marker that are read: 64 MiB
+# Bytes of a marker that are read: 64 MiB.
+_LONGEST = 1 << 26
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -194,7 +195,7 @@ class Folders:
         path = f"{self.path(step)}/{MARKER}"
         self._refuse_irregular(path)
         files: dict[str, Entry] = {}
-        with _refusing(path), self.files.create_stream(path, "rb") as stream:
+        with _reading(self.files, path) as stream:
             # A longer marker is cut here, so its CRC32 does not match.
             entries = unsealed(stream.read(_LONGEST).decode(), FORMAT, VERSION)
             for name, file in entries["files"].items():
@@ -234,7 +235,7 @@ class Folders:
             ValueError: the file holds anything else; names it.
         """
         path = f"{self.path(step)}/{VALUES}"
-        with _refusing(path), self.files.create_stream(path, "rb") as stream:
+        with _reading(self.files, path) as stream:
             entries = json.load(stream)
             # Unpacking fails for an entry that is no dict.
             state = {**entries["state"]}
@@ -302,7 +303,7 @@ class Folders:
                 file.
         """
         path = f"{self.path(marker.step)}/{METADATA}"
-        with _refusing(path), self.files.create_stream(path, "rb") as stream:
+        with _reading(self.files, path) as stream:
             found = _Unpickler(stream).load()
             if type(found) is not dcp.Metadata:
                 raise ValueError(f"it holds {type(found).__name__}, not DCP's metadata")
@@ -340,7 +341,8 @@ class Folders:
         if self.files.exists(marker):
             # From here on it is no checkpoint, whenever the deletion is interrupted.
             self.files.rm_file(marker)
-        with ThreadPoolExecutor() as threads:  # one rank deletes what all have written
+        # In threads: one rank deletes what all have written.
+        with ThreadPoolExecutor() as threads:
             list(threads.map(self.files.rm_file, self.files.ls(folder)))
         if self.local:
             os.rmdir(folder)
@@ -405,10 +407,11 @@ def step_of(path: str | os.PathLike[str]) -> int | None:
 
 
 @contextmanager
-def _refusing(path: str) -> Iterator[None]:
-    """Raise what is wrong in a file with its name."""
+def _reading(files: Any, path: str) -> Iterator[Any]:
+    """Open a file to read. Raise what is wrong in it with its name."""
     try:
-        yield
+        with files.create_stream(path, "rb") as stream:
+            yield stream
     except OSError:
         raise
     # A malformed JSON file or pickle may raise any exception.

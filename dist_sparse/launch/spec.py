@@ -154,7 +154,7 @@ def argv(
         ValueError: several nodes have no endpoint or no id.
     """
     target = ["-m", str(spec.module)] if spec.script is None else [spec.script]
-    words = [_escape_template(word) for word in (*before, *target, *spec.args)]
+    words = list(map(_escape_template, (*before, *target, *spec.args)))
     # `--`: torchrun would read options of the script as abbreviations of its own.
     ranks = ["-m", "--", *words[1:]] if words[0] == "-m" else ["--", *words]
     start = [spec.python, *program, "--nnodes", spec.nnodes]

@@ -343,7 +343,7 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
     )
     # The base class itself is abstract.
     base = torch.optim.Optimizer
-    refuse({closure: named is torch.optim.LBFGS, unknown: named is base})
-    if isinstance(named, type) and issubclass(named, base):
-        return named
-    raise ValueError(unknown)
+    is_optimizer = isinstance(named, type) and issubclass(named, base) and named is not base
+    refuse({closure: named is torch.optim.LBFGS, unknown: not is_optimizer})
+    found: type[torch.optim.Optimizer] = named
+    return found

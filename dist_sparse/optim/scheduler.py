@@ -314,11 +314,8 @@ class OptimScheduler(abc.ABC):
         missing = sorted({"optimizer", *self._sparsity}.difference(saved))
         extra = {"data_sparsifier", "data_scheduler"} - self._sparsity.keys()
         unknown = sorted(saved.keys() & extra, reverse=True)
-        rules: dict[str, object] = {
-            f"The state lacks {missing}; it has {sorted(saved)}.": missing,
-            f"The state has {unknown}, which this OptimScheduler was constructed without.": unknown,
-        }
-        refuse(rules)
+        wrong = f"The state has {unknown}, which this OptimScheduler was constructed without."
+        refuse({f"The state lacks {missing}; it has {sorted(saved)}.": missing, wrong: unknown})
         # Optimizer.load_state_dict() assigns new groups and state: a shallow copy is enough.
         loaded = copy.copy(self.optimizer)
         loaded.load_state_dict(saved["optimizer"])

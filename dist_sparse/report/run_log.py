@@ -388,10 +388,21 @@ def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
 
 def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
     """Refuse arguments of a wrong type, and a sparsifier or tables that another log records."""
-    _refuse_type("sparsifier", sparsifier, isinstance(sparsifier, BaseDataSparsifier | None))
-    _refuse_type("enforcer", enforcer, isinstance(enforcer, MaskEnforcer | None))
-    # Not isinstance(): FollowingTables needs torchrec.
-    _refuse_type("slots", slots, hasattr(slots, "updates"))
+    wrong = "Invalid {} of type {}: must be a {}."
+    refuse(
+        {
+            wrong.format("sparsifier", type(sparsifier).__name__, "BaseDataSparsifier"): (
+                not isinstance(sparsifier, BaseDataSparsifier | None)
+            ),
+            wrong.format("enforcer", type(enforcer).__name__, "MaskEnforcer"): (
+                not isinstance(enforcer, MaskEnforcer | None)
+            ),
+            # Not isinstance(): FollowingTables needs torchrec.
+            wrong.format("slots", type(slots).__name__, "FollowingTables"): (
+                not hasattr(slots, "updates")
+            ),
+        }
+    )
     refuse(
         {
             "Another RunLog, or a recorder, records this sparsifier: close that log, or call"
@@ -401,19 +412,6 @@ def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
             ),
         }
     )
-
-
-_TYPES = {
-    "sparsifier": "BaseDataSparsifier",
-    "enforcer": "MaskEnforcer",
-    "slots": "FollowingTables",
-}
-
-
-def _refuse_type(name: str, value: object, fits: bool) -> None:
-    if not fits:
-        kind = _TYPES[name]
-        raise ValueError(f"Invalid {name} of type {type(value).__name__}: must be a {kind}.")
 
 
 def _refuse_non_number(name: str, value: object) -> None:
