@@ -410,7 +410,8 @@ def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
         yield noted
     except Refused as refused:
         if all(refused.raised_by >= set(group.ranks) for group in groups):
-            raise  # every rank raises it, so none will enter agree()
+            # Every rank raises it, so none will enter agree().
+            raise
         error = refused
     except Exception as fault:
         error = fault
@@ -422,6 +423,10 @@ def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
             error = refused
     if error is not None:
         raise error
+
+
+# Reads a parcel once it has arrived.
+Read = Callable[[], Tensor]
 
 
 class Parcels:
@@ -448,9 +453,7 @@ class Parcels:
         self._pieces[receiver].append(tensor.view(-1).view(torch.uint8))
         self._lengths[receiver] += tensor.nbytes
 
-    def expect(
-        self, sender: int, shape: Sequence[int], dtype: torch.dtype = torch.uint8
-    ) -> Callable[[], Tensor]:
+    def expect(self, sender: int, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Read:
         """Return a function that gives the next tensor of group rank ``sender``, of this shape and
         dtype, once :meth:`exchange` has been called. It may be a view of the received bytes."""
         start = self._sizes[sender]
@@ -522,7 +525,12 @@ def _balance(replicas: Mapping[str, Replica]) -> int:
         # product with a difference of hashes is not 0 modulo 2**64.
         weight = digest(name) | 1
         total += weight * replica.hash * (replica.holders - 1 if replica.first else -1)
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+    return signed(total)
+
+
+def signed(value: int) -> int:
+    """Return the int64 with the bits of an integer modulo 2**64, which has no sign."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _differing(digests: Sequence[Mapping[str, int]]) -> list[str]:
@@ -612,7 +620,7 @@ def _difference(key: str, ours: Json, theirs: Json) -> tuple[str, str, str]:
     """Return the path to an entry of two mappings, or to its first inner entry that differs, and
     both texts, from shortly before the first difference."""
     one, other = ours.get(key, "nothing"), theirs.get(key, "nothing")
-    if isinstance(one, dict) and isinstance(other, dict):
+    if {type(one), type(other)} == {dict}:
         for inner in sorted({*one, *other}):
             if str(one.get(inner)) != str(other.get(inner)):
                 path, first, second = _difference(inner, one, other)

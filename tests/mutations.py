@@ -91,7 +91,7 @@ MUTATIONS = [
     M("torchrec/collections.py", "weights *= _shares(offsets, ids.numel())", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),
     M("torchrec/port.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_ids.py"),
     M("sparsifiers/importance.py", 'return self.scored_by == "accumulator"', "return False", "tests/enforcer/test_ids.py"),
-    M("enforcer/fused.py", "            self._refresh()  # masks may have been updated since the lookup\n", "", "tests/enforcer/test_weighing.py -k move"),
+    M("enforcer/fused.py", "since the lookup.\n            self._refresh()\n", "since the lookup.\n", "tests/enforcer/test_weighing.py -k move"),
     M("enforcer/rows.py", "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n", "return ids.clamp(0, rows - 1)\n\n", "tests/dist/test_enforce.py -k ids_outside"),
     M("enforcer/enforcer.py", "        self.settle()\n        done = sync", "        done = sync", "tests/dist/test_copies.py"),
     M("enforcer/enforcer.py", "        self._loaded = True\n        # Masks", "        # Masks", "tests/dist/test_enforce.py tests/enforcer -k load"),

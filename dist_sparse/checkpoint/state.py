@@ -160,7 +160,8 @@ class OptimizerState:
         names = {id(param): name for name, param in model.named_parameters()}
         for prefix, owner in _owners(optimizer, ""):
             keys = names
-            if isinstance(getattr(owner, "params", None), Mapping):  # a KeyedOptimizer
+            # A KeyedOptimizer has names of its own.
+            if isinstance(getattr(owner, "params", None), Mapping):
                 keys = {id(param): _dotted(prefix, key) for key, param in owner.params.items()}
             steps = None if torchrec is None else torchrec.fused_steps(owner)
             if steps is not None:
@@ -354,7 +355,8 @@ def _owners(optimizer: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     if isinstance(optimizer, (list, tuple)):
         for part in optimizer:
             yield from _owners(part, prefix)
-    elif hasattr(optimizer, "optimizers"):  # torchrec.optim.keyed.CombinedOptimizer
+    # TorchRec's CombinedOptimizer.
+    elif hasattr(optimizer, "optimizers"):
         for key, part in optimizer.optimizers:
             yield from _owners(part, _dotted(prefix, key))
     elif isinstance(optimizer, torch.optim.Optimizer):

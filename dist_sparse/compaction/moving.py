@@ -12,20 +12,20 @@ from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dist_sparse.enforcer.dense import initial_state, leaves
-from dist_sparse.groups import Group, Parcels, group_over
+from dist_sparse.groups import Group, Parcels, Read, group_over
 from dist_sparse.masking.masks import pack, places_of, unpack
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_matrix
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import collection_of, torchrec_port
-from dist_sparse.tables.shards import Rect, ShardedData, whole
+from dist_sparse.tables.shards import Located, Rect, ShardedData, not_empty, whole
 
 # Which rows are kept, and moving them
 
@@ -33,9 +33,7 @@ from dist_sparse.tables.shards import Rect, ShardedData, whole
 _SPAN = 4096
 
 
-def kept_rows(
-    sparsifier: BaseDataSparsifier, located: Mapping[str, ShardedData] | None = None
-) -> dict[str, Tensor]:
+def kept_rows(sparsifier: BaseDataSparsifier, located: Located | None = None) -> dict[str, Tensor]:
     """Return which rows of each registered table the masks keep any element of: bool ``(rows,)`` on
     the CPU, the same on every rank. Collective over the tables' groups: one all-gather each, of one
     bit a row.
@@ -224,7 +222,7 @@ def _expect_pieces(
     kept: Tensor,
     chunk: _Chunk,
     wanted: Sequence[Rect],
-) -> dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]]:
+) -> dict[Rect, list[tuple[Rect, Read]]]:
     """Return the pieces of a chunk that this rank receives: by wanted rectangle, where each piece
     is in kept coordinates, and a function that reads it."""
     arriving = defaultdict(list)
@@ -331,10 +329,9 @@ class Steppers:
     """
 
     def __init__(self, optimizers: Any) -> None:
-        several = optimizers if isinstance(optimizers, Sequence) else [optimizers]
-        self._optimizers = list(filter(None, several))
+        self._optimizers = list(filter(None, tree_leaves(optimizers)))
         # Wrappers, such as TorchRec's CombinedOptimizer, hold the optimizers that have the state.
-        self._leaves = [*chain(*map(leaves, self._optimizers))]
+        self._leaves = [*leaves(self._optimizers)]
 
     @property
     def kinds(self) -> list[str]:
@@ -584,14 +581,8 @@ class _Copy:
             columns = {rect.col: rect.cols for rect in self.source.rects}
         wanted = []
         for rects in self.target.tiling:
-            moved = map(self._moved, rects)
-            wanted.append(
-                [
-                    want._replace(cols=columns.get(want.col, want.cols))
-                    for want in moved
-                    if want.numel
-                ]
-            )
+            moved = not_empty(map(self._moved, rects))
+            wanted.append([want._replace(cols=columns.get(want.col, want.cols)) for want in moved])
         return wanted
 
     def _moved(self, rect: Rect) -> Rect:

@@ -41,10 +41,11 @@ from dist_sparse.rotation.rotate import bases_of_outputs
 from dist_sparse.tables.modules import (
     check_module,
     collection_of,
+    loaded_torchrec,
     modules_by_path,
     torchrec_port,
 )
-from dist_sparse.tables.protocols import Collection, Replacement, TorchRecPort
+from dist_sparse.tables.protocols import Collection, Replacement
 
 # Sites
 
@@ -91,13 +92,9 @@ class _Site:
         names = list(self.tables.values())
         return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
-    def used_rows(self) -> dict[str, Tensor]:
-        """Return which stored rows of each table have an id: bool ``(rows,)``."""
-        raise NotImplementedError
-
     def indexes(self) -> dict[str, RowIndex]:
         """Return the index of each table that has already lost rows."""
-        raise NotImplementedError
+        return {}
 
     def slots(self) -> dict[str, Tensor]:
         """Return where rows are stored, for tables that do not store them in the order of their
@@ -130,6 +127,7 @@ class EmbeddingSite(_Site):
         return padding_id_of(self.module)
 
     def used_rows(self) -> dict[str, Tensor]:
+        """Return which stored rows of each table have an id: bool ``(rows,)``."""
         return {"": torch.ones(len(self._weight), dtype=torch.bool)}
 
     def indexes(self) -> dict[str, RowIndex]:
@@ -219,14 +217,12 @@ class CollectionSite(_Site):
         return not self.collection.pooled
 
     def used_rows(self) -> dict[str, Tensor]:
+        """Return which stored rows of each table have an id: bool ``(rows,)``."""
         # Rows without an id, behind the others, pad shards to blocks of equal size.
         used = {table.name: table.rows for table in self.whole.tables}
         used |= {table: index.stored for table, index in self.indexes().items()}
         tables = self.collection.tables
         return {table.name: torch.arange(table.rows) < used[table.name] for table in tables}
-
-    def indexes(self) -> dict[str, RowIndex]:
-        return {}
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters that plain optimizers step, by table."""
@@ -237,7 +233,7 @@ class CollectionSite(_Site):
         the sentence."""
         # Following collections have an attribute that refuses them.
         reason = getattr(self.replaced, "refused", None)
-        reason = reason or _loaded_torchrec().compact_refusal(model, self.module)
+        reason = reason or loaded_torchrec().compact_refusal(model, self.module)
         return reason and f"can't be compacted: {reason}."
 
     def compacted(
@@ -561,7 +557,7 @@ class ShardedRebuild(Rebuild):
         return []
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
-        return _loaded_torchrec().unwrapped(model)
+        return loaded_torchrec().unwrapped(model)
 
     def _wrapped(self, root: nn.Module, changes: Iterable[Change]) -> nn.Module:
         """Build a DistributedModelParallel like the model around ``root``. Collective.
@@ -577,7 +573,7 @@ class ShardedRebuild(Rebuild):
                 with self._agreeing("before DDP"):
                     pass
 
-        torchrec = _loaded_torchrec()
+        torchrec = loaded_torchrec()
         handle = register_module_module_registration_hook(on_registration)
         try:
             with self._agreeing("sharding its tables"):
@@ -597,7 +593,7 @@ class ShardedRebuild(Rebuild):
     def _release_wrapper(self) -> None:
         # The old DDP's hooks are on parameters that the new model shares: after a forward without a
         # backward, they would run in the new model's next backward.
-        layers = _loaded_torchrec().dense_layers(self._model)
+        layers = loaded_torchrec().dense_layers(self._model)
         if isinstance(layers, DistributedDataParallel):
             consume(layers, "This model", self._action)
         consume(self._model, "This model", self._action)
@@ -617,13 +613,6 @@ def rebuild_of(
     is_sharded = torchrec is not None and torchrec.is_sharded_model(model)
     kind = ShardedRebuild if is_sharded else Rebuild
     return kind(model, action, optimizer, plan, world)
-
-
-def _loaded_torchrec() -> TorchRecPort:
-    """Return the port of TorchRec, for a model that has modules of it."""
-    port = torchrec_port()
-    assert port is not None
-    return port
 
 
 def _default_row_rules(site: Site) -> dict[str, object]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.compaction.row_index import REMOVED, RowIndex, check_ids
+from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, check_ids
 from dist_sparse.tables.hashing import STEP, logical_shift, mix64
 from dist_sparse.tables.protocols import TableConfig
 from dist_sparse.tables.shards import Rect
@@ -52,7 +52,8 @@ def _rows(index: RowIndex, ids: Tensor) -> Tensor:
     """Return the rows of ids, -1 where there is none."""
     check_ids(ids)
     # For an id out of range, the row behind the last: torch's lookup raises there.
-    return torch.where((ids >= 0) & (ids < index.rows), index(ids), index.stored)
+    rows: Tensor = index(ids)
+    return rows.masked_fill(rows == UNKNOWN, index.stored)
 
 
 class CompactCollection(nn.Module):

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -93,15 +94,17 @@ class WeightState(NamedTuple):
                 state.data.fill_(initial)
 
 
-def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers inside ``optimizer`` that step parameters themselves: not TorchRec's
-    fused ones, whose tables are updated inside the backward.
+def leaves(optimizer: Any) -> Iterator[Optimizer]:
+    """Yield the optimizers inside ``optimizer``, or inside several, that step parameters
+    themselves: not TorchRec's fused ones, whose tables are updated inside the backward.
 
     Raises:
         ValueError: ``optimizer``, or a part of it, is no optimizer.
     """
     inside = torchrec_parts(optimizer)
-    if inside is None and hasattr(optimizer, "_optimizer"):
+    if isinstance(optimizer, (list, tuple)):
+        inside = list(optimizer)
+    elif hasattr(optimizer, "_optimizer") and inside is None:
         # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
         inside = [optimizer._optimizer]
     if inside is not None:
@@ -123,17 +126,17 @@ def torchrec_parts(optimizer: object) -> list[Any] | None:
     return None if torchrec is None else torchrec.parts(optimizer)
 
 
-def keeps_elements(optimizer: torch.optim.Optimizer) -> bool:
+def keeps_elements(optimizer: Optimizer) -> bool:
     """Return whether an optimizer keeps, or will keep, one value per element of a weight. SGD
     without momentum keeps nothing, and row-wise optimizers keep one value per row."""
     # By class and name, not by state: before the first step there is none.
-    if type(optimizer) is torch.optim.SGD:
+    if type(optimizer) is SGD:
         return any(group["momentum"] for group in optimizer.param_groups)
     # TorchRec's RowWiseAdagrad, for example.
     return not type(optimizer).__name__.lower().startswith("rowwise")
 
 
-def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
+def step_rows(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
     """Return the rows of ``parameter`` that the last step may have written, int64 ``(n,)``,
     possibly repeated.
 
@@ -145,10 +148,10 @@ def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | N
         return None
     # Exactly these classes: a subclass may write more.
     writes_no_others = {
-        torch.optim.SparseAdam: True,
-        torch.optim.Adagrad: True,
+        SparseAdam: True,
+        Adagrad: True,
         # Momentum moves every row that was ever touched.
-        torch.optim.SGD: not keeps_elements(optimizer),
+        SGD: not keeps_elements(optimizer),
     }
     return grad._indices()[0] if writes_no_others.get(type(optimizer)) else None
 
@@ -185,9 +188,7 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
 
 
-def state_of(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor
-) -> dict[str, State]:
+def state_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> dict[str, State]:
     """Return the optimizer's state by name for ``weight``: contiguous elements of ``parameter``,
     or all of them, perhaps in another shape."""
     found = {}
@@ -210,14 +211,14 @@ def state_of(
     return found
 
 
-def sums_of(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor) -> State | None:
+def sums_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> State | None:
     """Return Adagrad's sums of squared gradients of ``weight``, a part of ``parameter``; None for
     another optimizer."""
     is_adagrad = "initial_accumulator_value" in optimizer.defaults
     return state_of(optimizer, parameter, weight).get("sum") if is_adagrad else None
 
 
-def initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> float:
+def initial_state(optimizer: Optimizer, parameter: Tensor, name: str) -> float:
     """Return the initial value of a parameter's state, by the options of its group."""
     # By identity: == of tensors compares elements.
     group = next(
@@ -404,10 +405,10 @@ class DenseWeights:
     ) -> None:
         self.targets, self.clock, self._before_read = targets, clock, before_read
         self._hooks = Hooks()
-        self._optimizers = [*chain(*map(leaves, given))]
+        self._optimizers = [*leaves(given)]
         self._targets_at = same_storage([target.weight for target in self.targets])
         # For each optimizer its targets, and the number of all its parameters.
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[_Pairs, int]]
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[_Pairs, int]]
         self._stepped = weakref.WeakKeyDictionary()
 
     def check_stepped(self) -> None:
@@ -417,7 +418,7 @@ class DenseWeights:
             ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an
                 unknown model.
         """
-        stepped = same_storage([*chain(*map(_parameters_of, self._optimizers))])
+        stepped = same_storage([*chain(*map(stepped_by, self._optimizers))])
         for target in self.targets:
             if stepped(target.weight):
                 continue
@@ -501,11 +502,11 @@ class DenseWeights:
                 weight = target.weight
                 yield WeightState(target.name, weight, target.mask(), states, sums, by_element)
 
-    def find_targets(self, optimizer: torch.optim.Optimizer) -> _Pairs:
+    def find_targets(self, optimizer: Optimizer) -> _Pairs:
         """Return the targets that an optimizer steps, each with the optimizer's parameter. Attach
         hooks to it at the first call."""
         # Parameters are only ever added (add_param_group()): another count means new ones.
-        parameters = _parameters_of(optimizer)
+        parameters = stepped_by(optimizer)
         known, count = self._stepped.get(optimizer, ([], -1))
         if count == len(parameters):
             return known
@@ -529,7 +530,7 @@ class DenseWeights:
             target.clean()
 
     @timed
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         for target, parameter in self.find_targets(optimizer):
             # Earlier writes first: _after_step() may clean the rows of the gradient only.
             self._clean(target)
@@ -537,14 +538,15 @@ class DenseWeights:
             target.stepping = parameter.grad is not None
 
     @timed
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         for target, parameter in self.find_targets(optimizer):
             # Torch's optimizers do not write a parameter without a gradient.
             if target.dirty or parameter.grad is not None:
                 target.clean(step_rows(optimizer, parameter))
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def stepped_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer."""
     return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
@@ -557,7 +559,7 @@ def _watch_new_optimizers() -> RemovableHandle:
     """Attach, once for the process, a hook that finds optimizers made later. It is never removed:
     the last instance may be freed while torch iterates over its hooks."""
 
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
         # A wrapper calls the step of its inner optimizer, which runs this hook too.
         if not hasattr(optimizer, "_optimizer") and torchrec_parts(optimizer) is None:
             for weights in list(_hooked):

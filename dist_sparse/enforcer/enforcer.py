@@ -493,14 +493,14 @@ class MaskEnforcer(Enforcer):
             self._clean_loaded()
 
     @timed
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, *_: Any) -> None:
         # True on all ranks or on none, with or without shards: what follows is collective.
         if lookups_of(module) != self._known_lookups[module]:
             self._attach_hooks(self._walk())
         self._before_read()
 
     @timed
-    def _before_model(self, module: nn.Module, args: Any) -> None:
+    def _before_model(self, *_: Any) -> None:
         # Not in the hooks of the weights' modules, which know the replaced weights only.
         if self._replaced():
             self._attach_hooks(self._walk())
@@ -509,7 +509,7 @@ class MaskEnforcer(Enforcer):
             dense.clean()
 
     @timed
-    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def _before_state_dict(self, *_: Any) -> None:
         self._clean()
 
     def _before_average(self, sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -522,7 +522,7 @@ class MaskEnforcer(Enforcer):
             batch.mark_in_sync()
         return done
 
-    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+    def _after_load(self, *_: Any) -> None:
         if self._sparsifier.masks.undo is not None:
             # It holds values of the weights before the load.
             self._sparsifier.masks.undo.forget()

@@ -47,7 +47,7 @@ from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import Held
 from dist_sparse.masking.scores import worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.tables.modules import collection_of, torchrec_port
+from dist_sparse.tables.modules import collection_of, loaded_torchrec, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import CACHED
 
@@ -400,7 +400,8 @@ class TableBatchHooks:
         self._batch.pending.discard(lookup)
         # Recorded in the backward, not in the forward: rows may be cleaned or read in between.
         with torch.no_grad():
-            self._refresh()  # masks may have been updated since the lookup
+            # Masks may have been updated since the lookup.
+            self._refresh()
             if self._writes_strays:
                 self.mark_all()
             else:
@@ -459,9 +460,7 @@ def batches_of(collections: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Ta
 def lookups_of(collection: nn.Module) -> list[nn.Module]:
     """Return the lookups of a sharded collection. A reshard makes new ones on every rank, with or
     without shards."""
-    torchrec = torchrec_port()
-    assert torchrec is not None  # the collection is one of its modules
-    return torchrec.lookups(collection)
+    return loaded_torchrec().lookups(collection)
 
 
 def _local_ids(features: Any) -> Ids:

@@ -18,6 +18,7 @@ as row 0, as FBGEMM's bounds check replaces it by 0.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from torch import Tensor
 from dist_sparse.masking.device import kernels_on
 from dist_sparse.masking.masks import WORDS, BlockMask, Held, places_of, positions, prune, wide
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
-from dist_sparse.tables.modules import torchrec_port
+from dist_sparse.tables.modules import loaded_torchrec
 from dist_sparse.tables.shards import sent
 
 # Offsets of the features in the ids, ``features + 1`` numbers. On a device a tensor, so that the
@@ -99,6 +100,7 @@ def _feature_of_each(ids: Tensor, ends: Tensor) -> Tensor:
     return torch.bucketize(positions, ends.long().contiguous(), right=True) - 1
 
 
+@dataclass(frozen=True, eq=False)
 class KeptIds:
     """The ids of kept rows among the ids of a lookup.
 
@@ -108,13 +110,12 @@ class KeptIds:
         features: for each feature the number of its table.
     """
 
-    def __init__(self, kept: Mapping[int, Tensor], features: Sequence[int]) -> None:
-        self._kept = kept
-        self._features = features
+    kept: Mapping[int, Tensor]
+    features: Sequence[int]
 
     def __bool__(self) -> bool:
         """Whether any table may lose ids."""
-        return bool(self._kept)
+        return bool(self.kept)
 
     def flags(self, ids: Tensor, ends: Ends, strict: bool = False) -> Tensor:
         """Return which ids are kept, bool ``(n,)``.
@@ -128,8 +129,8 @@ class KeptIds:
         if isinstance(ends, Tensor):
             return self._flags_on_device(ids, ends)
         flags = torch.ones(ids.numel(), dtype=torch.bool)
-        for table, span in ids_of_tables(self._kept, self._features, ends):
-            kept = self._kept[table]
+        for table, span in ids_of_tables(self.kept, self.features, ends):
+            kept = self.kept[table]
             # index_select() checks the range of every id.
             rows = ids[span] if strict else in_table(ids[span], len(kept))
             torch.index_select(kept, 0, rows, out=flags[span])
@@ -146,9 +147,7 @@ class KeptIds:
             chosen = self.flags(features.values(), features.offset_per_key(), strict=True)
         except IndexError:
             return features
-        torchrec = torchrec_port()
-        assert torchrec is not None  # the features are one of its types
-        return torchrec.select_ids(features, chosen)
+        return loaded_torchrec().select_ids(features, chosen)
 
     def _flags_on_device(self, ids: Tensor, ends: Tensor) -> Tensor:
         flags, starts, rows = self._concatenated
@@ -164,14 +163,14 @@ class KeptIds:
         flags = []
         spans = {}
         start = 0
-        for table, kept in self._kept.items():
+        for table, kept in self.kept.items():
             spans[table] = start, len(kept)
             start += len(kept)
             flags.append(kept)
         # All other ids are kept: they read one flag behind the others, as a table of one row.
         flags.append(flags[0].new_ones(1))
         other = start, 1
-        of_features = [other, *(spans.get(table, other) for table in self._features), other]
+        of_features = [other, *(spans.get(table, other) for table in self.features), other]
         starts, rows = zip(*of_features, strict=True)
         device = flags[0].device
         return torch.cat(flags), sent(starts, device), sent(rows, device)
@@ -410,6 +409,7 @@ def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> No
             rows.add(blocks // new.mask.grid.cols)
 
 
+@dataclass(frozen=True, eq=False)
 class HostRowCleaner:
     """:class:`~dist_sparse.enforcer.row_kernels.TritonRowCleaner` in torch: on a CPU, and on a
     device without Triton, where the host waits for the ends.
@@ -420,29 +420,28 @@ class HostRowCleaner:
         features: for each feature the number of its table.
     """
 
-    def __init__(
-        self, slots: Slots, flags: Mapping[int, RowFlags], features: Sequence[int]
-    ) -> None:
-        self._slots, self._flags, self._features = slots, flags, features
+    slots: Slots
+    flags: Mapping[int, RowFlags]
+    features: Sequence[int]
 
     def flag(self, ids: Tensor, ends: Ends) -> None:
         """Flag the rows that a lookup names."""
-        flag(self._flags, self._features, ids, ends)
+        flag(self.flags, self.features, ids, ends)
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
         """Clean the flagged rows that a lookup names."""
-        for table, span in ids_of_tables(self._slots, self._features, ends):
-            weight, mask = self._slots[table]
+        for table, span in ids_of_tables(self.slots, self.features, ends):
+            weight, mask = self.slots[table]
             if one_pass_is_quicker(mask, ids[span].numel()):
                 mask.apply_(weight)
             else:
                 # The flags stay: in training, the backward is about to write the same rows.
-                zero_rows(weight, mask, self._flags[table].among(ids[span]))
+                zero_rows(weight, mask, self.flags[table].among(ids[span]))
 
     def clean(self) -> None:
         """Clean all flagged rows. They stay flagged."""
-        for table, (weight, mask) in self._slots.items():
-            for rows in self._flags[table].parts():
+        for table, (weight, mask) in self.slots.items():
+            for rows in self.flags[table].parts():
                 zero_rows(weight, mask, rows)
 
 
@@ -493,7 +492,7 @@ class ZeroedRows:
             from dist_sparse.enforcer.row_kernels import TritonRowCleaner
 
             found = {table: (*slot, self._flags[table].flags) for table, slot in cleaned.items()}
-            self._cleaner = TritonRowCleaner([found.get(table) for table in self._features])
+            self._cleaner = TritonRowCleaner(list(map(found.get, self._features)))
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
         """Clean the rows that a lookup is about to read."""

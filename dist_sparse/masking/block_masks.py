@@ -93,12 +93,8 @@ class Goal:
 
     @property
     def grid(self) -> Grid:
-        return grid_of(Rect(0, 0, *self.data.shape), self.block)
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks in the whole table."""
-        return self.grid.blocks
+        """The blocks of the whole table."""
+        return self.data.grid(self.block)
 
     @property
     def bytes_per_block(self) -> int:
@@ -241,11 +237,9 @@ def _find_thresholds(scored: Sequence[ScoredTable], group: Group, pooled: bool) 
         if table.cuts is not None:
             segments += table.cuts.owned.segments
         k = goal.max_blocks if need else goal.k
-        candidates.append(
-            Candidates(
-                goal.data.name, k, goal.blocks, segments, goal.only_zeros, goal.bytes_per_block
-            )
-        )
+        blocks, price = goal.grid.blocks, goal.bytes_per_block
+        table_blocks = Candidates(goal.data.name, k, blocks, segments, goal.only_zeros, price)
+        candidates.append(table_blocks)
     thresholds = select_smallest(candidates, group, need)
     for table, threshold in zip(scored, thresholds, strict=True):
         table.threshold = threshold
@@ -407,8 +401,9 @@ def _score_shard(table: ScoredTable, shard: Shard) -> list[Tensor]:
 
 def _scores_again(goal: Goal, shard: Shard) -> bool:
     """Return whether each pass over the scores of a shard computes them again, to save memory."""
+    # Scores as large as the weights.
     if goal.block == (1, 1):
-        return True  # scores as large as the weights
+        return True
     if shard.tensor.is_cpu or goal.by_element:
         return False
     return too_large(4 * grid_of(shard.rect, goal.block).blocks, shard.tensor.nbytes)
@@ -484,10 +479,12 @@ def _score_blocks(
     for first, bits in _score_pieces(goal, shard, cut):
         extremes.append(torch.stack(bits.aminmax()))
         if bits.is_cpu and _refused(extremes[-1]):
-            _find_refused(goal)  # bincount() takes no negative numbers
+            # Now: bincount() takes no negative numbers.
+            _find_refused(goal)
         if cut is not None:
+            # Nothing to hold: _note_decision() adds the decision itself.
             if cut.cuts_all:
-                continue  # nothing to hold: _note_decision() adds the decision itself
+                continue
             cut.mark(bits, first)
         histogram += scoring.first_histogram(bits.view(-1), scratch)
         if on_scores is not None:
@@ -516,7 +513,7 @@ def _score_pieces(
     grid = grid_of(shard.rect, goal.block)
     shape = goal.data.shape
     device = shard.tensor.device
-    columns = torch.arange(grid.col, grid.col + grid.cols, device=device)
+    columns = torch.arange(grid.col, grid.col_end, device=device)
     widths = scoring.block_widths(shape, goal.block, columns)
     # Chunks are as large as their float64 elements allow. Of tall or wide blocks they hold few
     # scores: then several make a piece, to spare calls.

@@ -16,13 +16,13 @@ who holds what, so messages need no header.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Group, Parcels
+from dist_sparse.groups import Group, Parcels, Read
 from dist_sparse.masking.masks import pack, unpack
 from dist_sparse.masking.scores import KEPT, Segment, block_sums, block_widths, to_scores
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of
@@ -106,7 +106,7 @@ class CutTable:
 
     @property
     def grid(self) -> Grid:
-        return grid_of(Rect(0, 0, *self.data.shape), self.block)
+        return self.data.grid(self.block)
 
     def owned_rows(self, rank: int, size: int) -> range:
         """Return the block rows that group rank ``rank`` of ``size`` decides about."""
@@ -134,7 +134,7 @@ class CutTable:
         shape = grid.rows, len(cols)
         partials = self.partials[rect] = Partials(
             grid,
-            self.rows_in(range(grid.row, grid.row + grid.rows)),
+            self.rows_in(range(grid.row, grid.row_end)),
             cols,
             torch.zeros(shape, dtype=torch.float64, device=device),
             torch.zeros(shape, dtype=torch.bool, device=device),
@@ -164,7 +164,7 @@ class CutTable:
         for rect in dict.fromkeys(rects):
             grid = grid_of(rect, self.block)
             owned = self.owned_rows(owner, size)
-            first, last = max(grid.row, owned.start), min(grid.row + grid.rows, owned.stop)
+            first, last = max(grid.row, owned.start), min(grid.row_end, owned.stop)
             if first < last and self.cols_in(rect):
                 yield rect, range(first, last), None
             for row in self.rows_in(range(first, last)):
@@ -230,7 +230,7 @@ def return_decisions(tables: Sequence[CutTable], group: Group, device: torch.dev
     parcels = Parcels(group)
     for table in tables:
         _send_decision(parcels, table, group)
-    arriving: list[tuple[Tensor, Callable[[], Tensor]]] = []
+    arriving: list[tuple[Tensor, Read]] = []
     for table in tables:
         arriving += _expect_decisions(parcels, table, group, device)
     parcels.exchange(device)
@@ -240,7 +240,7 @@ def return_decisions(tables: Sequence[CutTable], group: Group, device: torch.dev
 
 # A part of a shard as in CutTable.parts(), and a function that reads it once it has arrived:
 # float64 sums or element scores.
-_Arrival = tuple[Rect, range, int | None, Callable[[], Tensor]]
+_Arrival = tuple[Rect, range, int | None, Read]
 
 
 def _send_partials(parcels: Parcels, table: CutTable, group: Group) -> None:
@@ -323,7 +323,7 @@ def _send_decision(parcels: Parcels, table: CutTable, group: Group) -> None:
 
 def _expect_decisions(
     parcels: Parcels, table: CutTable, group: Group, device: torch.device
-) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+) -> Iterator[tuple[Tensor, Read]]:
     """Add empty decisions on this rank's shards. Yield each bool tensor to fill, and a function
     that reads its packed flags once they have arrived."""
     rects = table.data.tiling[group.rank]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.device import NO_PLACE, flat_width, kernels_on, on_host, too_large
-from dist_sparse.masking.scores import ByTotals, NewBits, Prefixes, RowTotals
+from dist_sparse.masking.scores import ByTotals, Limits, NewBits, Prefixes, RowTotals
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Shard, grid_of
 
@@ -144,7 +144,7 @@ class FlatScores:
         self._narrowed |= narrowed
         return [found[number][1:] for number in prefixes]
 
-    def ties(self, wanted: Mapping[int, tuple[int, int]]) -> Mapping[int, Tensor]:
+    def ties(self, wanted: Limits) -> Mapping[int, Tensor]:
         # Tables whose list may take too much memory are left out.
         found: dict[int, Tensor] = {}
         few = {
@@ -166,7 +166,7 @@ class FlatScores:
         self._sweep(tasks, lists=True)
         return found
 
-    def masks(self, limits: Mapping[int, tuple[int, int]]) -> dict[int, NewBits]:
+    def masks(self, limits: Limits) -> dict[int, NewBits]:
         words: dict[int, tuple[Tensor, Tensor]] = {}
         tasks: dict[int, dict[str, int]] = {}
         removed: list[tuple[int, Tensor]] = []

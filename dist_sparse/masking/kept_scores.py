@@ -217,7 +217,7 @@ def _scores_of_rows(shard: Shard, caching: Caching, rows: Tensor) -> Iterator[Te
     """Yield the scores of some rows of a shard, float32 ``(n, block columns)``."""
     shape, block, measure = caching.shape, caching.block, caching.measure
     grid = grid_of(shard.rect, block)
-    widths = block_widths(shape, block, torch.arange(grid.col, grid.col + grid.cols))
+    widths = block_widths(shape, block, torch.arange(grid.col, grid.col_end))
     for some in torch.split(rows, max(1, ON_CPU.elements // shard.rect.cols)):
         read = shard.tensor.detach().index_select(0, some)
         rect = Rect(0, shard.rect.col, *read.shape)

@@ -153,7 +153,8 @@ def wide(matrix: Tensor) -> Tensor:
     return matrix
 
 
-@dataclass(frozen=True, eq=False)  # == of tensors returns a tensor, not a bool
+# Without ==, which returns a tensor for tensors, not a bool.
+@dataclass(frozen=True, eq=False)
 class BlockMask:
     """The mask of one shard.
 
@@ -237,9 +238,10 @@ class BlockMask:
         for first in range(0, self.grid.rows, step):
             yield first, min(first + step, self.grid.rows)
 
-    def dense(self, dtype: torch.dtype = torch.int8) -> Tensor:
-        """Return the mask element by element, ``(rect.rows, rect.cols)``: 1 = kept, 0 = removed."""
-        out = torch.empty(self.rect.rows, self.rect.cols, dtype=dtype, device=self.bits.device)
+    def dense(self) -> Tensor:
+        """Return the mask element by element, int8 ``(rect.rows, rect.cols)``: 1 = kept, 0 =
+        removed."""
+        out = torch.empty(self.rect[2:], dtype=torch.int8, device=self.bits.device)
         for rows, kept in self.element_chunks():
             out[rows].copy_(kept)
         return out
@@ -452,7 +454,7 @@ class BlockMask:
         if height == 1:
             return dead
         # The first and the last row of blocks may have only some of their rows in this shard.
-        first, last = self.grid.row, self.grid.row + self.grid.rows
+        first, last = self.grid.row, self.grid.row_end
         edges = torch.arange(first, last + 1, device=dead.device) * height
         repeats = edges.clamp(self.rect.row, self.rect.row_end).diff()
         # If the size were not given, torch would wait for the device to sum the repeats.

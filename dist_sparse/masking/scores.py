@@ -216,7 +216,8 @@ def row_chunks(rect: Rect, block: Block, device: torch.device) -> Iterator[tuple
         per_chunk *= max(1, elements // (rect.cols * block[0]))
     start = 0
     while start < rect.rows:
-        above = (rect.row + start) % block[0]  # rows of this block row above the shard
+        # Rows of this block row above the shard.
+        above = (rect.row + start) % block[0]
         if above:
             stop = min(rect.rows, start + block[0] - above)
         else:
@@ -239,8 +240,9 @@ def to_scores(
         widths: elements in a row of each block column, from :func:`block_widths`.
         shape: of the whole table; its last block row may be lower.
     """
+    # An element is its own mean.
     if block == (1, 1):
-        return sums.to(torch.float32)  # an element is its own mean
+        return sums.to(torch.float32)
     # The last block row of the table may be lower than the others.
     whole = shape[0] // block[0] - first
     sums[:whole].div_(widths * block[0])
@@ -339,6 +341,9 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
 # first histogram.
 Prefixes = Mapping[int, tuple[int, Tensor]]
 
+# By the number of a table in its batch: a score, and a count or a place.
+Limits = Mapping[int, tuple[int, int]]
+
 # The new mask of a shard: packed flags of kept blocks, packed flags of removed blocks that score
 # more than 0, and whether anything is removed.
 NewBits = tuple[Tensor, Tensor, bool]
@@ -366,7 +371,7 @@ class Batch(Protocol):
             prefixes: by the number of the table, with its :meth:`first_histograms` in CPU memory.
         """
 
-    def ties(self, wanted: Mapping[int, tuple[int, int]]) -> Mapping[int, Tensor]:
+    def ties(self, wanted: Limits) -> Mapping[int, Tensor]:
         """Return the flat places of the blocks that have a score, int32 in no order, by the number
         of the table; some may be NO_PLACE. For a missing table, the caller reads all scores.
 
@@ -374,7 +379,7 @@ class Batch(Protocol):
             wanted: by the number of the table, the score, and the most blocks that can have it.
         """
 
-    def masks(self, limits: Mapping[int, tuple[int, int]]) -> dict[int, NewBits]:
+    def masks(self, limits: Limits) -> dict[int, NewBits]:
         """Return the new masks of tables, by their numbers. Waits for the device at most once.
 
         Args:
@@ -532,11 +537,11 @@ class JointScores:
         counts = torch.bincount(at[inside], minlength=len(prefixes) * buckets)
         return [*counts.view(-1, buckets).unbind()]
 
-    def ties(self, wanted: Mapping[int, tuple[int, int]]) -> Mapping[int, Tensor]:
+    def ties(self, wanted: Limits) -> Mapping[int, Tensor]:
         # The caller reads all scores: in CPU memory that is as fast as a list.
         return {}
 
-    def masks(self, limits: Mapping[int, tuple[int, int]]) -> dict[int, NewBits]:
+    def masks(self, limits: Limits) -> dict[int, NewBits]:
         scores = [0] * len(self.held)
         ends = [0] * len(self.held)
         for number, (score, upto) in limits.items():

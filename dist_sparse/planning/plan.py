@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dist_sparse import checks
 from dist_sparse.compaction.moving import gather_rows
-from dist_sparse.enforcer.dense import leaves, same_storage, sums_of
+from dist_sparse.enforcer.dense import leaves, same_storage, stepped_by, sums_of
 from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.groups import world_group
 from dist_sparse.planning.candidates import (
@@ -111,7 +112,7 @@ class Plan:
 
     def __repr__(self) -> str:
         head = ("use", "what", "dtype", "columns", "rows", "served", "")
-        rows = [self._cells(choice) for choice in self.choices]
+        rows = list(map(self._cells, self.choices))
         share = percent(self.budget / self.dense_bytes)
         tables = number_of(len(self.tables), "table")
         lines = [
@@ -572,10 +573,8 @@ def _optimizer_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
     """Return the sums that the given optimizers have for this rank's shards."""
     sums: Sums = {}
     weights = [shard.tensor for data in located for shard in data.shards]
-    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    parts = [one for one in optimizers if one is not None]
-    for leaf in chain(*map(leaves, parts)):
-        parameters = list(chain(*(group["params"] for group in leaf.param_groups)))
+    for leaf in leaves([*filter(None, tree_leaves(optimizer))]):
+        parameters = stepped_by(leaf)
         indices_of = same_storage(parameters)
         for weight in weights:
             # A shard is a view of its parameter: only their memory shows that they belong together.

@@ -26,13 +26,13 @@ from dist_sparse.enforcer.enforcer import settle_all
 from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.groups import Group, group_over, world_group
 from dist_sparse.planning.candidates import BY_COLUMN, Candidate, shape_of
-from dist_sparse.rotation.rotate import check_group, find_lookup_for_dots
+from dist_sparse.rotation.rotate import check_group, find_lookup_for_dots, refuse_cut_copies
 from dist_sparse.rotation.turning import bases_of, change_rows_, gram_matrices, share_, turn_
 from dist_sparse.serving.encodings import ColumnSpread, Dtype, chunks, decode, encode
 from dist_sparse.serving.sources import check_range, model_lookups
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import ROW, ShardedData, check_writable
+from dist_sparse.tables.shards import ROW, Located, ShardedData, check_writable
 
 
 @contextmanager
@@ -103,9 +103,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
             weight.data.copy_(before)
 
 
-def check_candidate(
-    model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData]
-) -> None:
+def check_candidate(model: nn.Module, candidate: Candidate, located: Located) -> None:
     """Refuse a candidate that does not fit the tables of a model. Local.
 
     Raises:
@@ -128,16 +126,10 @@ def check_candidate(
         if not candidate.alone.get(name, True):
             find_lookup_for_dots([model], data)
         # Rows are scored and rounded whole, and each copy has rows of its own.
-        if data.copied and not data.has_whole_rows:
-            raise ValueError(
-                f"Table {name!r} can't be tried: its columns are on several ranks, and 2-D"
-                " parallelism trains copies of them; shard it by rows or by table."
-            )
+        refuse_cut_copies(data, "tried")
 
 
-def _remove_rows(
-    model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData], world: Group
-) -> None:
+def _remove_rows(model: nn.Module, candidate: Candidate, located: Located, world: Group) -> None:
     """Zero the rows that the candidate removes. Collective."""
     # A sparsifier scores all of its tables alike, and only fused kernels have Adagrad's sums.
     by_kernel = defaultdict(list)
@@ -156,7 +148,7 @@ def _remove_rows(
         sparsifier.step()
 
 
-def _rotate(candidate: Candidate, located: Mapping[str, ShardedData]) -> dict[str, Tensor]:
+def _rotate(candidate: Candidate, located: Located) -> dict[str, Tensor]:
     """Rotate tables and zero the columns that they lose; return the bases of the tables that are
     rotated back. Collective."""
     turned_back: dict[str, Tensor] = {}
@@ -228,7 +220,7 @@ class _SumsSparsifier(ImportanceSparsifier):
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__(sparsity_level=0.0, sparse_block_shape=(1, ROW), score="norm_accumulator")
         self._fused = fused_sums(model)
-        self.add_model(model, include=[glob.escape(name) for name in names])
+        self.add_model(model, include=list(map(glob.escape, names)))
 
     def sums(self) -> Mapping[int, tuple[Tensor, float]]:
         return self._fused

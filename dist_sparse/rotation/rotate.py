@@ -4,6 +4,7 @@ possible."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, dropwhile, islice
 from typing import Any, Literal, NamedTuple
 
@@ -17,8 +18,8 @@ from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import Group, group_over, world_group
 from dist_sparse.rotation.turning import bases_of, gram_matrices, share_, turn_
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.tables.modules import modules_by_path, torchrec_port
-from dist_sparse.tables.shards import COL, ShardedData
+from dist_sparse.tables.modules import loaded_torchrec, modules_by_path, torchrec_port
+from dist_sparse.tables.shards import COL, Located, ShardedData
 
 # `"table"`: each table by itself. Otherwise groups of names.
 Rotate = Literal["table"] | Sequence[Sequence[str]]
@@ -94,23 +95,18 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
     sparsifier.masks.rotation = _Rotation(sparsifier, groups, alone)
 
 
+@dataclass(frozen=True, eq=False)
 class _Rotation:
     """Rotates the tables of a sparsifier.
 
     Args:
-        groups: names of tables that are rotated together.
+        given: names of tables that are rotated together.
         alone: how the model looks up the tables in groups of one, whose outputs are rotated back.
     """
 
-    def __init__(
-        self,
-        sparsifier: BaseDataSparsifier,
-        groups: Sequence[Sequence[str]],
-        alone: Mapping[str, TableLookup],
-    ) -> None:
-        self._sparsifier = sparsifier
-        self._groups = groups
-        self._alone = alone
+    sparsifier: BaseDataSparsifier
+    given: Sequence[Sequence[str]]
+    alone: Mapping[str, TableLookup]
 
     @property
     def names(self) -> list[str]:
@@ -120,22 +116,22 @@ class _Rotation:
     @property
     def groups(self) -> list[Sequence[str]]:
         """The groups whose tables are all still registered: only they can be rotated."""
-        registered = set(self._sparsifier.masks.tables.names)
-        return [group for group in self._groups if registered.issuperset(group)]
+        registered = set(self.sparsifier.masks.tables.names)
+        return [group for group in self.given if registered.issuperset(group)]
 
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
-        packed = self._sparsifier.masks.tables
+        packed = self.sparsifier.masks.tables
         with packed.agreeing("step()"):
             located = packed.locate()
         # First: enforcer.settle() needs the masks of the current shards.
         packed.reshard(located)
         with packed.agreeing("step()"):
-            enforcer = _enforcer(self._sparsifier)
+            enforcer = _enforcer(self.sparsifier)
             # The rotation would spread a removed weight that is not zero over the other columns.
             enforcer.settle()
             enforcer.check_rotation(self.names)
-            _refuse_unfit(self._sparsifier, located, self.groups)
+            _refuse_unfit(self.sparsifier, located, self.groups)
         # Every rank of a group handles its tables in the same order.
         by_group = []
         for ranks, held in packed.groups.items():
@@ -147,9 +143,9 @@ class _Rotation:
             share_([bases[data.name] for data in tables], group)
             for data in tables:
                 turn_(data, bases[data.name], group)
-        for name in bases.keys() & self._alone.keys():
+        for name in bases.keys() & self.alone.keys():
             # From the original columns to the current ones, over all rotations so far.
-            total = self._alone[name].root.get_buffer(_BASIS + name)
+            total = self.alone[name].root.get_buffer(_BASIS + name)
             total.copy_(total.cpu().double() @ bases[name])
         enforcer.after_rotation(self.names)
 
@@ -161,9 +157,9 @@ class _Rotation:
         Args:
             by_group: groups of ranks, each with the tables that it holds.
         """
-        packed = self._sparsifier.masks.tables
+        packed = self.sparsifier.masks.tables
         counts = None
-        if self._sparsifier.counts_lookups:
+        if self.sparsifier.counts_lookups:
             counts = {name: [*packed.table(name).counts.values()] for name in self.names}
         grams: dict[str, Tensor] = {}
         for group, tables in by_group:
@@ -214,12 +210,12 @@ def rotation_groups(
             f"{wrong} each name must be in one group only.": len(set(named)) < len(named),
         }
     )
-    return [list(group) for group in groups]
+    return list(map(list, groups))
 
 
 def _refuse_unfit(
     sparsifier: BaseDataSparsifier,
-    located: Mapping[str, ShardedData],
+    located: Located,
     groups: Sequence[Sequence[str]],
 ) -> None:
     """Refuse tables that can't be rotated, and groups that can't be rotated together."""
@@ -243,16 +239,21 @@ def check_group(group: Sequence[ShardedData]) -> None:
     """
     first = group[0]
     for data in group:
-        refuse(
-            {
+        if (data.shape[1], data.ranks) != (first.shape[1], first.ranks):
+            raise ValueError(
                 f"Tables {first.name!r} and {data.name!r} can't be rotated together: widths"
                 f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks}; both"
-                " must be equal.": (data.shape[1], data.ranks) != (first.shape[1], first.ranks),
-                f"Table {data.name!r} can't be rotated: its columns are on several ranks, and 2-D"
-                " parallelism trains copies of them; shard it by rows or by table.": (
-                    data.copied and not data.has_whole_rows
-                ),
-            }
+                " must be equal."
+            )
+        refuse_cut_copies(data, "rotated")
+
+
+def refuse_cut_copies(data: ShardedData, action: str) -> None:
+    """Refuse a table whose columns are on several ranks, in several copies."""
+    if data.copied and not data.has_whole_rows:
+        raise ValueError(
+            f"Table {data.name!r} can't be {action}: its columns are on several ranks, and 2-D"
+            " parallelism trains copies of them; shard it by rows or by table."
         )
 
 
@@ -481,9 +482,7 @@ class _TurnBackHook:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if None in self.names:
             return self._turn_output(None, output)
-        torchrec = torchrec_port()
-        assert torchrec is not None  # the output is of one of its collections
-        return torchrec.with_outputs(output, self._turn_output)
+        return loaded_torchrec().with_outputs(output, self._turn_output)
 
     def _turn_output(self, key: str | None, values: Tensor) -> Tensor:
         """Return values of an output, ``(..., remaining columns)``, in the original basis,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from dist_sparse.groups import Group, Parcels
+from dist_sparse.groups import Group, Parcels, Read
 from dist_sparse.tables.shards import Rect, ShardedData
 
 # Elements of a chunk: 8 MiB of float64.
@@ -142,7 +142,7 @@ def _assembled_rows(
                 len(rows), data.shape[1], dtype=data.dtype, device=data.device
             )
     parcels = Parcels(group)
-    arriving: list[tuple[Tensor, Callable[[], Tensor]]] = []
+    arriving: list[tuple[Tensor, Read]] = []
     # Parcels are told apart by their order only: all ranks run the same loop.
     for sender, reader in product(range(group.size), repeat=2):
         for rect, wanted in product(data.owned(sender), readers[reader]):

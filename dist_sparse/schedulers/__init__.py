@@ -298,7 +298,7 @@ class CurveDataScheduler(ReadyDataScheduler):
         """
         state = super().state_dict()
         if isinstance(self.final, dict):
-            state["final"] = [list(pair) for pair in self.final.items()]
+            state["final"] = list(map(list, self.final.items()))
         return state
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:

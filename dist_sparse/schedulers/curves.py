@@ -51,21 +51,22 @@ class Window:
         object.__setattr__(self, "every", integer("every", self.every, least=1))
 
     @property
-    def _last(self) -> float:
+    def last(self) -> float:
+        """The last step at which masks may be updated."""
         return math.inf if self.end is None else self.end
 
     def updates(self, step: int) -> bool:
         """Return whether masks are updated at ``step``."""
         # The end is an update even off the grid of every: there the final level is reached.
         on_grid = (step - self.begin) % self.every == 0 or step == self.end
-        return on_grid and self.begin <= step <= self._last
+        return on_grid and self.begin <= step <= self.last
 
     def last_update(self, step: int) -> int | None:
         """Return the latest update not after ``step``, whose value is in force at ``step``; None
         before ``begin``."""
         if step < self.begin:
             return None
-        if step >= self._last:
+        if step >= self.last:
             return self.end
         # The grid begins at ``begin``, not at 0.
         return step - (step - self.begin) % self.every

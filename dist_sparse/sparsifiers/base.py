@@ -22,12 +22,13 @@ from dist_sparse.checks import refuse
 from dist_sparse.groups import weights_are_on, world_group
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.dense_store import (
+    Configs,
     DenseStore,
     Masked,
     check_name,
     refuse_attribute,
 )
-from dist_sparse.sparsifiers.masks import Configs, Masks, Recorder
+from dist_sparse.sparsifiers.masks import Masks, Recorder
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import mapping_of, tables_of
 from dist_sparse.sparsifiers.step import MaskUpdater
@@ -99,8 +100,9 @@ class BaseDataSparsifier(MaskUpdater):
     def state(self) -> dict[str, dict[str, Any]]:
         return self.masks.plain.state
 
+    # The ancestor's name.
     @property
-    def _container(self) -> nn.Module:  # the ancestor's name
+    def _container(self) -> nn.Module:
         return self.masks.plain.container
 
     def prepare(self, model: Any, config: Any) -> None:
@@ -217,7 +219,8 @@ class BaseDataSparsifier(MaskUpdater):
         self.masks.plain.drop(name)
         del self.data_groups[name]
 
-    _delete_data = delete_data  # the ancestor's name
+    # The ancestor's name.
+    _delete_data = delete_data
 
     def _extract_weight(self, data: Any) -> Any:
         """Return the weight of an embedding module, and anything else as it is. The ancestor's
@@ -368,8 +371,9 @@ class BaseDataSparsifier(MaskUpdater):
         """
         packed = self.masks.tables
         chosen = dict.fromkeys(self.data_groups if names is None else names)
+        # Raises for unknown names.
         for name in chosen:
-            self._store(name)  # raises for unknown names
+            self._store(name)
         sharded = [name for name in chosen if name in packed]
         # What can fail comes first. Collective only if a sharded table is squashed.
         located = packed.current() if sharded else {}
@@ -448,9 +452,7 @@ class BaseDataSparsifier(MaskUpdater):
             if strict:
                 loaded = packed.prepare(saved["sharded"], located)
             for facts, names in noted:
-                for name in names:
-                    if name not in loaded:
-                        continue
+                for name in sorted(loaded.keys() & names):
                     self._check_loaded(located[name], configs[name])
                     one = loaded[name]
                     values = [one.block, configs[name], one.updates, one.removed]
@@ -501,7 +503,8 @@ class BaseDataSparsifier(MaskUpdater):
         for name, group in groups[:_SHOWN]:
             lines += ["\tData Group", f"\t    name: {name}"]
             lines += [f"\t    {key}: {group[key]}" for key in sorted(group)]
-        if len(groups) > _SHOWN:  # torch.ao prints all of them: five lines for each table
+        # torch.ao prints all of them: five lines for each table.
+        if len(groups) > _SHOWN:
             lines.append(f"\tand {len(groups) - _SHOWN} more")
         return "\n".join([*lines, ")"])
 

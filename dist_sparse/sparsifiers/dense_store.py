@@ -18,6 +18,9 @@ from torch.nn.utils import parametrize
 
 from dist_sparse.tables.shards import check_memory, matrix_shape
 
+# The configuration of each name.
+Configs = Mapping[str, Mapping[str, Any]]
+
 
 class Masked(nn.Module):
     """The default parametrization: ``mask * x``, and exactly 0 where the mask is 0 (``mask * NaN``
@@ -150,7 +153,7 @@ class DenseStore:
         }
 
     def prepare(
-        self, saved: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]], *, strict: bool
+        self, saved: Mapping[str, Any], configs: Configs, *, strict: bool
     ) -> Callable[[], list[str]]:
         """Check a :meth:`state_dict` and return the function that loads it. Nothing changes before
         that is called.
@@ -253,7 +256,7 @@ def _converted(
 def _fill(
     container: Container,
     state: Mapping[str, dict[str, Any]],
-    configs: Mapping[str, Mapping[str, Any]],
+    configs: Configs,
     tensors: Mapping[str, Tensor],
 ) -> None:
     """Fill a container from a saved state. Squashed names stay squashed. A user's parametrization

@@ -17,7 +17,7 @@ from dist_sparse import checks
 from dist_sparse.groups import Facts
 from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import ByTotals, Measure, RowTotals, squares_times
-from dist_sparse.sparsifiers.masks import Configs
+from dist_sparse.sparsifiers.dense_store import Configs
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, RowScoring, Scope
 from dist_sparse.tables.shards import FUSED, ROW, Block, Located, Rect, Shard, ShardedData

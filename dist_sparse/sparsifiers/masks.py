@@ -27,7 +27,7 @@ from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.records import MaskChange, StepRecord, TableStats
-from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix
+from dist_sparse.sparsifiers.dense_store import Configs, DenseStore, as_matrix
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import (
     assembled,
@@ -36,7 +36,7 @@ from dist_sparse.sparsifiers.pieces import (
     removed_blocks,
     shape_hash,
 )
-from dist_sparse.tables.shards import Block, Located, Rect, Shard, ShardedData, grid_of, whole
+from dist_sparse.tables.shards import Block, Located, Rect, Shard, ShardedData, whole
 from dist_sparse.text import (
     block_shape_text,
     block_text,
@@ -45,8 +45,6 @@ from dist_sparse.text import (
     shape_text,
     table_lines,
 )
-
-Configs = Mapping[str, Mapping[str, Any]]
 
 
 class Enforcer:
@@ -208,7 +206,7 @@ def _change(
         name=data.name,
         target=configured_level(config),
         threshold=made.threshold.score,
-        blocks=grid_of(Rect(0, 0, *data.shape), made.block).blocks,
+        blocks=data.grid(made.block).blocks,
         removed_blocks=removed,
         flipped_blocks=flipped,
         regrown_blocks=regrown,
@@ -451,7 +449,7 @@ class Masks:
                 shards=len(data.rects),
                 sparse_block_shape=configs[name].get("sparse_block_shape"),
                 target=configured_level(configs[name]),
-                blocks=grid_of(Rect(0, 0, *data.shape), held.block).blocks,
+                blocks=data.grid(held.block).blocks,
                 removed_blocks=removed,
                 mask_bytes=mask_bytes,
                 table_bytes=elements * data.dtype.itemsize,

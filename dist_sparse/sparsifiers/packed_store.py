@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.checks import to_json
-from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in
+from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in, signed
 from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.sparsifiers import pieces
@@ -215,7 +215,7 @@ class PackedStore:
     def agreeing(self, action: str) -> Iterator[list[tuple[Facts, list[str]]]]:
         """:func:`dist_sparse.groups.agreeing` over the tables' groups: for each its facts and its
         tables' names."""
-        with agreeing(action, [group_over(ranks) for ranks in self.groups]) as noted:
+        with agreeing(action, list(map(group_over, self.groups))) as noted:
             yield list(zip(noted, self.groups.values(), strict=True))
 
     def summed(self, values: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
@@ -225,7 +225,7 @@ class PackedStore:
         sums = {name: list(value) for name, value in values.items()}
         for group, names in self.over_groups(values):
             # Hashes are unsigned 64-bit integers; collectives sum int64.
-            rows = [list(map(_signed, values[name])) for name in names]
+            rows = [list(map(signed, values[name])) for name in names]
             total = group.all_reduce(torch.tensor(rows, dtype=torch.int64))
             sums.update(zip(names, total.tolist(), strict=True))
         return sums
@@ -578,8 +578,3 @@ def _only(name: str, shards: Sequence[T]) -> T:
             f"Table {name!r} has {len(shards)} shards on this rank: use local_masks({name!r})."
         )
     return shards[0]
-
-
-def _signed(value: int) -> int:
-    """Return the int64 with the bits of a hash, which has no sign."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -8,7 +8,7 @@ torch.save, it has this rank's pieces, keyed by their global rectangle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dist_sparse.checks import from_json, integer
-from dist_sparse.groups import Group, Parcels, Replica, cut, rank_in
+from dist_sparse.groups import Group, Parcels, Read, Replica, cut, rank_in
 from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BitWriter, BlockMask, Held, count_bits, pack, unpack
 from dist_sparse.tables.chunked import ChunkedTensor
@@ -102,9 +102,7 @@ def exchange(group: Group, moves: Sequence[Move]) -> list[list[Held]]:
     return arrived
 
 
-def _packed(
-    parcels: Parcels, rank: int, move: Move
-) -> list[tuple[Rect, Callable[[], Tensor], Callable[[], Tensor]]]:
+def _packed(parcels: Parcels, rank: int, move: Move) -> list[tuple[Rect, Read, Read]]:
     """Pack the pieces that a move sends from this rank. Return the rectangles of the pieces that it
     brings here, with functions that read their bits and counts."""
     owned = owners(move.old)
@@ -151,9 +149,9 @@ def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> tuple[Tilin
         held = []
         for rect in owned:
             # Rounding up may pass the end of the table, as its last block may be smaller.
-            top, left = min(_up(rect.row, height), shape[0]), min(_up(rect.col, width), shape[1])
-            bottom = min(_up(rect.row_end, height), shape[0])
-            right = min(_up(rect.col_end, width), shape[1])
+            top, left = _up(rect.row, height, shape[0]), _up(rect.col, width, shape[1])
+            bottom = _up(rect.row_end, height, shape[0])
+            right = _up(rect.col_end, width, shape[1])
             to = Rect(top, left, bottom - top, right - left)
             if to.numel:
                 held.append(to)
@@ -162,9 +160,9 @@ def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> tuple[Tilin
     return tuple(parts), cuts_bytes
 
 
-def _up(number: int, step: int) -> int:
-    """Return the next multiple of ``step``."""
-    return -(-number // step) * step
+def _up(number: int, step: int, most: int) -> int:
+    """Return the next multiple of ``step``, at most ``most``."""
+    return min(-(-number // step) * step, most)
 
 
 def whole_blocks(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
@@ -180,8 +178,8 @@ def begun(mask: BlockMask) -> BlockMask:
     """Return the part of a shard's mask with the blocks that begin in the shard, so that each block
     is counted once."""
     rect = mask.rect
-    top = min(_up(rect.row, mask.block[0]), rect.row_end)
-    left = min(_up(rect.col, mask.block[1]), rect.col_end)
+    top = _up(rect.row, mask.block[0], rect.row_end)
+    left = _up(rect.col, mask.block[1], rect.col_end)
     return mask.cut(Rect(top, left, rect.row_end - top, rect.col_end - left))
 
 

@@ -32,7 +32,7 @@ from dist_sparse.masking.block_masks import (
 from dist_sparse.masking.kept_scores import Caching, RowMeasure, ScoreCache, Written
 from dist_sparse.masking.scores import Measure, worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.masks import Configs
+from dist_sparse.sparsifiers.dense_store import Configs
 from dist_sparse.tables.shards import (
     COL,
     Block,
@@ -41,7 +41,6 @@ from dist_sparse.tables.shards import (
     Shard,
     ShardedData,
     check_cached,
-    grid_of,
     matrix_shape,
     resolve_block,
     whole,
@@ -336,7 +335,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         if zeros == 0:
             # Nothing is removed from a selected block.
             level = 0.0
-        blocks = grid_of(Rect(0, 0, *data.shape), block).blocks
+        blocks = data.grid(block).blocks
         most = self._most_removed(data, block, blocks, level)
         k = round(level * blocks)
         return Goal(

@@ -18,7 +18,8 @@ from dist_sparse.groups import Facts, Group
 from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.masks import BlockMask, Held, ShardChange
 from dist_sparse.masking.selection import NewMask
-from dist_sparse.sparsifiers.masks import Configs, Masks
+from dist_sparse.sparsifiers.dense_store import Configs
+from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import Move, Tiling, shared_weights
 from dist_sparse.tables.shards import (

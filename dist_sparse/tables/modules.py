@@ -68,6 +68,14 @@ def torchrec_port() -> TorchRecPort | None:
     return port
 
 
+def loaded_torchrec() -> TorchRecPort:
+    """Return :func:`torchrec_port` where there is an object of TorchRec's: the program has imported
+    torchrec."""
+    port = torchrec_port()
+    assert port is not None
+    return port
+
+
 def collection_of(module: nn.Module) -> TableCollection:
     """Return a collection of TorchRec's as it is now.
 
@@ -262,7 +270,7 @@ def _visits(model: nn.Module, seen: set[int]) -> Iterator[_Visit]:
             continue
         seen.add(id(at.module))
         yield at
-        children = [at.child(*named) for named in at.module.named_children()]
+        children = [*itertools.starmap(at.child, at.module.named_children())]
         # A stack: reversed, so that modules come in the order of named_modules().
         waiting += reversed(children)
 
@@ -591,7 +599,8 @@ def _sharded_data(
         held: the rectangles of each rank.
         local: the tensors of this rank's rectangles.
     """
-    ranks = tuple(sorted(held))  # as in a process group; a mesh may have any order
+    # As in a process group; a mesh may have any order.
+    ranks = tuple(sorted(held))
     if dist.get_rank() not in held:
         raise ValueError(
             f"Data {name!r} is stored on the ranks {ranks}, and this is rank {dist.get_rank()}."

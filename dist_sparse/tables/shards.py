@@ -124,6 +124,10 @@ class ShardedData:
         it."""
         return self._owned[rank]
 
+    def grid(self, block: Block) -> Grid:
+        """Return the blocks of the whole table."""
+        return grid_of(Rect(0, 0, *self.shape), block)
+
     @property
     def device(self) -> torch.device:
         """The device of this rank's shards; the CPU if it holds none."""
@@ -273,15 +277,17 @@ def check_writable(data: ShardedData) -> None:
     """
     for shard in data.shards:
         check_memory(data.name, shard.tensor)
-        if shard.tensor.is_neg():
-            raise _not_writable(data.name, "negated view")
-        # Torch refuses in-place writes to it outside inference mode.
-        if shard.tensor.is_inference():
-            raise _not_writable(data.name, "tensor made in inference mode")
-
-
-def _not_writable(name: str, kind: str) -> ValueError:
-    return ValueError(f"Table {name!r}: its weights are a {kind}, which can't be zeroed in place.")
+        kinds = {
+            "negated view": shard.tensor.is_neg(),
+            # Torch refuses in-place writes to it outside inference mode.
+            "tensor made in inference mode": shard.tensor.is_inference(),
+        }
+        for kind, holds in kinds.items():
+            if holds:
+                raise ValueError(
+                    f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in"
+                    " place."
+                )
 
 
 def check_cached(data: ShardedData, block: Block) -> Block:
@@ -388,23 +394,15 @@ def _first(flags: Tensor) -> list[list[int]]:
     return places
 
 
-class Grid(NamedTuple):
-    """The sparse blocks that touch a rectangle: block rows ``[row, row + rows)`` by block columns
-    ``[col, col + cols)``."""
+class Grid(Rect):
+    """The sparse blocks that touch a rectangle, as a rectangle of block rows and block columns."""
 
-    row: int
-    col: int
-    rows: int
-    cols: int
-
-    @property
-    def col_end(self) -> int:
-        return self.col + self.cols
+    __slots__ = ()
 
     @property
     def blocks(self) -> int:
         """Number of blocks."""
-        return self.rows * self.cols
+        return self.numel
 
     @property
     def bytes(self) -> int:
@@ -422,10 +420,10 @@ def grid_of(rect: Rect, block: Block) -> Grid:
     return Grid(row, col, -(-rect.row_end // block[0]) - row, -(-rect.col_end // block[1]) - col)
 
 
-def sent(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def sent(values: Sequence[int], device: torch.device) -> Tensor:
     """Return a tensor of ``values`` on a device, without waiting for it."""
     # A copy from memory that is not pinned would wait for the device.
-    pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu")
+    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=device.type != "cpu")
     return pinned.to(device, non_blocking=True)
 
 

@@ -203,7 +203,8 @@ def _resized(sharding: ParameterSharding, table: Any) -> ParameterSharding:
     cut as TorchRec cuts them: equal blocks, the last ones smaller. Shards without a column that is
     left are dropped."""
     spec = sharding.sharding_spec
-    if spec is None:  # data-parallel
+    # A data-parallel table has none.
+    if spec is None:
         return sharding
     rows, columns = table.num_embeddings, table.embedding_dim
     remaining = [shard for shard in spec.shards if shard.shard_offsets[1] < columns]
@@ -232,7 +233,8 @@ def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
     Collective where a collection has data-parallel tables, which TorchRec puts under DDP at once.
     """
     cuda = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(cuda):  # sharding initializes weights, which are overwritten
+    # Sharding initializes weights, which are overwritten.
+    with torch.random.fork_rng(cuda):
         sharded: nn.Module = DistributedModelParallel(
             root,
             env=model._env,
@@ -376,7 +378,7 @@ def with_outputs(output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
     if isinstance(output, KeyedTensor):
         keys = output.keys()
         values = output.values().split(output.length_per_key(), dim=1)
-        parts = [change(key, part) for key, part in zip(keys, values, strict=True)]
+        parts = list(map(change, keys, values))
         return KeyedTensor(keys, [part.shape[1] for part in parts], torch.cat(parts, dim=1))
     return {
         key: JaggedTensor(

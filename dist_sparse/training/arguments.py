@@ -30,10 +30,8 @@ from dist_sparse.tables.shards import (
     ROW,
     Block,
     Located,
-    Rect,
     ShardedData,
     basis_bytes,
-    grid_of,
     index_bytes,
     narrow_width,
     resolve_block,
@@ -373,7 +371,8 @@ def final_levels(
         return dict(budget_levels(args, located, pruned, floors))
     finals = by_table("level", args.level, pruned, left_dense)
     for name, level in finals.items():
-        blocks = _blocks_of(pruned[name], args.block)
+        data = pruned[name]
+        blocks = data.grid(resolve_block(name, args.block, data.shape)).blocks
         # A level below 1 that rounds to all blocks leaves one.
         if level not in (1, checks.UNTOUCHED) and round(level * blocks) >= max(blocks, 1):
             finals[name] = (blocks - 1) / blocks
@@ -475,11 +474,6 @@ def budget_levels(
     return {t.data.name: t.removed_at(lowest, is_global) / max(t.blocks, 1) for t in tables}
 
 
-def _blocks_of(data: ShardedData, block: tuple[int | str, int | str]) -> int:
-    shape = resolve_block(data.name, block, data.shape)
-    return grid_of(Rect(0, 0, *data.shape), shape).blocks
-
-
 # The search is over multiples of 1 / _STEPS: float64 holds all of them exactly.
 _STEPS = 2**53
 
@@ -517,7 +511,7 @@ class _PrunedTable:
 
     @cached_property
     def blocks(self) -> int:
-        return _blocks_of(self.data, self.block)
+        return self.data.grid(self.block).blocks
 
     @property
     def most_removed(self) -> int:

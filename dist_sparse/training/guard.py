@@ -33,6 +33,7 @@ from dist_sparse.schedulers import (
     by_name,
 )
 from dist_sparse.sparsifiers.base import saved_configs
+from dist_sparse.sparsifiers.dense_store import Configs
 from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
 from dist_sparse.sparsifiers.masks import LastUpdate
 from dist_sparse.sparsifiers.score import SCOPES
@@ -347,10 +348,10 @@ def _parse(
     _check_keys("The state", state, {"sparsifier", "schedule"}, None)
     parts = checks.from_json("the schedule", state["schedule"])
     _check_keys(
-        "The schedule of the state", parts, {"scheduler", "score", "scope"}, {"floors", "guard"}
+        "The schedule of the state", parts, {"scheduler", "score", "scope", "floors", "guard"}
     )
     schedule = parts["scheduler"]
-    floors = parts.get("floors", {})
+    floors = parts["floors"]
     _check_keys(
         f"The state of the {type(scheduler).__name__}", schedule, set(scheduler.state_dict())
     )
@@ -374,7 +375,7 @@ def _parse(
             name: checks.level(f"floors[{name!r}]", floor) for name, floor in floors.items()
         },
     }
-    return schedule, settings, GuardState.parsed(parts.get("guard", asdict(GuardState())))
+    return schedule, settings, GuardState.parsed(parts["guard"])
 
 
 def _check_keys(
@@ -397,9 +398,7 @@ def _assign(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> No
         setattr(sparsifier, name, value)
 
 
-def _refuse_other_steps(
-    levels: Mapping[str, float], configs: Mapping[str, Mapping[str, Any]], step: int
-) -> None:
+def _refuse_other_steps(levels: Mapping[str, float], configs: Configs, step: int) -> None:
     """Refuse masks and a schedule of different steps: the level in the masks' configuration is not
     the schedule's at its step."""
     for name, level in levels.items():

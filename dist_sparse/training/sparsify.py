@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
@@ -137,7 +138,7 @@ class SparseTraining:
     def finished(self) -> bool:
         """Whether the last mask update of the schedule has happened."""
         # last_epoch counts steps taken: it is end + 1 after the step of the update at `end`.
-        passed = self.scheduler.end is not None and self.scheduler.last_epoch > self.scheduler.end
+        passed = self.scheduler.last_epoch > self.scheduler.window.last
         return passed and not self._guard.state.owed
 
     @property
@@ -563,7 +564,7 @@ def sparsify(
     scheduler = _scheduler(args, sparsifier, finals)
     training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, guarded=args.auto)
     # 3. Attach hooks. From here on an error on any rank must remove them on all.
-    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = tree_leaves(optimizer)
     try:
         with world.agreeing("sparsify()"):
             training._attach(walked, optimizers, auto_step)
