@@ -423,7 +423,7 @@ def with_changes(
             # A row that was removed then may be kept now, without having been written.
             rows |= ~note.kept[name]
             # 4x faster than all().
-            if int(rows.count_nonzero()) < len(rows):
+            if rows.count_nonzero() < len(rows):
                 marked[name] = replace(tables[name], changed=rows)
     return marked
 
