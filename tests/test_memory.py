@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from dist_sparse.planning.plan import UPDATE_MEMORY
-
 MIB = 1 << 20
 ROWS, DIM = 1 << 20, 64  # 256 MiB
 
@@ -82,15 +80,16 @@ def measured(block: tuple[int, Any], norm: str, levels: tuple[float, ...], waste
 
 
 @pytest.mark.parametrize(
-    ("block", "norm", "name"),
-    [((1, "ROW"), "L2", "rows"), ((1, 4), "L1", "1x4")],
+    ("block", "norm", "share", "constant"),
+    [((1, "ROW"), "L2", 0.05, 64 * MIB), ((1, 4), "L1", 0.30, 32 * MIB)],
     ids=["rows", "blocks"],
 )
-def test_a_due_step_stays_within_its_memory(block: tuple[int, Any], norm: str, name: str) -> None:
+def test_a_due_step_stays_within_its_memory(
+    block: tuple[int, Any], norm: str, share: float, constant: int
+) -> None:
     """The first step, one that removes more, and one that takes some back: there millions of zeros
     tie."""
     levels = (0.5, 0.8, 0.25)
-    share, constant = UPDATE_MEMORY[name]
     extra, blocks, table, masks = measured(block, norm, levels)
     assert table == 256 * MIB
     if max(extra) > share * table + constant:  # threads' pools of memory add 20 MiB now and then

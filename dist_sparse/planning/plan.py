@@ -16,7 +16,7 @@ import glob
 import math
 import pprint
 import textwrap
-from collections import ChainMap, Counter, defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -50,14 +50,6 @@ from dist_sparse.training.arguments import dense_bytes, parse_budget
 
 _LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated columns"}
 
-# The most memory that a mask update takes on a rank beside its tables: a share of their bytes, and
-# the bytes of the chunks in which large tables are scored.
-UPDATE_MEMORY = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
-
-# A small table is scored in one chunk, which needs at most this many copies of it: less than the
-# constants above.
-_SMALL_TABLE_COPIES = 4
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -66,7 +58,6 @@ class Plan:
     Args:
         budget: bytes.
         tables: names, shapes and dtypes of the tables, in the order of the model.
-        rank_bytes: bytes of the tables as they are trained, on the rank that holds most.
         untouched: number of rows that training has never touched, by table; tables without Adagrad
             sums are missing.
         choices: the candidates. Candidates with all columns are listed whether or not they fit.
@@ -77,7 +68,6 @@ class Plan:
 
     budget: int
     tables: tuple[TableShape, ...]
-    rank_bytes: int
     untouched: Mapping[str, int]
     choices: tuple[Choice, ...]
     recommended: tuple[Choice, ...]
@@ -88,21 +78,11 @@ class Plan:
         """Bytes of the tables as they are trained."""
         return dense_bytes(self.tables)
 
-    @property
-    def update_memory(self) -> dict[str, int]:
-        """Peak bytes of a mask update on one rank, besides the tables, by block shape."""
-        held = self.rank_bytes
-        return {
-            blocks: min(math.ceil(share * held) + constant, _SMALL_TABLE_COPIES * held)
-            for blocks, (share, constant) in UPDATE_MEMORY.items()
-        }
-
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-able values, sizes in bytes."""
         return {
             "budget": self.budget,
             "dense_bytes": self.dense_bytes,
-            "update_memory": self.update_memory,
             "tables": [asdict(table) | {"dtype": str(table.dtype)} for table in self.tables],
             "untouched": dict(self.untouched),
             "choices": list(map(_choice_json, self.choices)),
@@ -243,12 +223,9 @@ def plan(
         facts["budget, rotate"] = [limit, groups]
     total = dense_bytes(tables)
     untouched: dict[str, int] = {}
-    # Without a model the sharding is unknown: assume one rank holds everything.
-    rank_bytes = total
     # Outside of the block above: counting untouched rows communicates.
     if isinstance(model, nn.Module):
         untouched = untouched_rows(model, located, optimizer)
-        rank_bytes = _largest_rank_bytes(located)
     # parse_budget() returns a share as a float, and bytes as an int.
     budget_bytes = math.floor(limit * total) if isinstance(limit, float) else limit
     choices = Choices(tables=tables, budget=budget_bytes, groups=groups, untouched=untouched)
@@ -257,7 +234,6 @@ def plan(
     return Plan(
         budget=budget_bytes,
         tables=tables,
-        rank_bytes=rank_bytes,
         untouched=untouched,
         choices=candidates,
         recommended=recommended,
@@ -387,25 +363,12 @@ def _refuse_following(model: nn.Module, located: Sequence[ShardedData]) -> None:
     """Refuse following tables, whose rows are slots for ids."""
     # FollowingIds can't be imported here: it needs TorchRec. Only its modules have `lookup_stats`.
     names = set().union(*(getattr(module, "lookup_stats", ()) for module in model.modules()))
-    fixed = [
-        f"{table.name!r} ({number_of(table.shape[0], 'row')}, {size(dense_bytes([table]))})"
-        for table in map(shape_of, located)
-        if table.name in names
-    ]
+    fixed = [data.name for data in located if data.name in names]
     if fixed:
         raise ValueError(
-            f"Following tables have a fixed capacity, which no plan changes: {', '.join(fixed)}."
-            " Leave them out by exclude=, or give following() fewer rows."
+            f"Following tables have a fixed capacity, which no plan changes: {fixed}. Leave them"
+            " out by exclude=, or give following() fewer rows."
         )
-
-
-def _largest_rank_bytes(located: Sequence[ShardedData]) -> int:
-    """Return the bytes of the tables on the rank that holds the most of them."""
-    held: Counter[int] = Counter()
-    for data in located:
-        for rank, rects in zip(data.ranks or (0,), data.tiling, strict=True):
-            held[rank] += sum(rect.numel for rect in rects) * data.dtype.itemsize
-    return max(held.values())
 
 
 def _parse_shapes(tables: Any) -> tuple[TableShape, ...]:
