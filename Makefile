@@ -11,7 +11,7 @@ DOCS := .venv-docs
 SITE ?= site
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train two-tower online frontier test test-slow test-all lint bench sweep docs
+.PHONY: help setup train two-tower has-data online frontier test test-slow test-all lint bench sweep docs
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,9 +52,12 @@ train: $(READY)  ## removes the rows that a DLRM never read; trains smaller ones
 	@echo 'That takes one to two minutes. torch and TorchRec load first.'
 	$(BIN)/python examples/dlrm/main.py --nproc $(NPROC) $(ARGS)
 
-two-tower: $(READY)  ## trains two towers wide, narrowed and narrow: DATA=gowalla.npz
-	@test -n '$(DATA)' || { echo 'Name the interactions: make two-tower DATA=FILE.npz, with train_user, train_item, test_user, test_item, num_users and num_items.' >&2; exit 2; }
+two-tower: has-data $(READY)  ## trains two towers wide, narrowed and narrow: DATA=gowalla.npz
 	$(BIN)/dist-sparse launch --nproc $(NPROC) --ranks 0 examples/two_tower/main.py -- --data '$(DATA)' $(ARGS)
+
+# Before the setup, which takes minutes.
+has-data:
+	@test -n '$(DATA)' || { echo 'Name the interactions: make two-tower DATA=FILE.npz, with train_user, train_item, test_user, test_item, num_users and num_items; see docs/columns.md.' >&2; exit 2; }
 
 online: $(READY)  ## trains, publishes and serves MovieLens-100K by day; 2 minutes
 	$(BIN)/dist-sparse launch --nproc $(NPROC) --ranks 0 examples/online/main.py -- $(ARGS)

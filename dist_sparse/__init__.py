@@ -27,7 +27,7 @@ More, by module:
     dist_sparse.optim       OptimScheduler: optimizer, AMP, clipping, learning rate, sparsity
     dist_sparse.lightning   SparsifyCallback
     dist_sparse.slots       following() and FollowingTables: rows for the most looked-up ids
-    dist_sparse.compat      schedules of torch.ao and SpeeChain, under their original names
+    dist_sparse.compat      SpeeChain's learning rates, under their original names
 
 Names are loaded when they are first used: ``import dist_sparse`` does not need torch, so that
 ``dist-sparse doctor`` runs where torch is missing or broken. ``__init__.pyi`` has the types.
@@ -97,4 +97,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_SUBMODULES, "__version__"])
+    internal = {"__main__", "checks", "cli", "records", "text"}
+    return sorted({*__all__, *_SUBMODULES, "__version__"} - internal)

@@ -15,6 +15,7 @@ from dist_sparse import planning as planning
 from dist_sparse import report as report
 from dist_sparse import schedulers as schedulers
 from dist_sparse import serving as serving
+from dist_sparse import slots as slots
 from dist_sparse import sparsifiers as sparsifiers
 from dist_sparse import tables as tables
 from dist_sparse import training as training
@@ -63,7 +64,7 @@ class SparsifyKeywords(TypedDict, total=False):
     """Keywords of :func:`sparsify` that its Lightning callback takes too."""
 
     level: Levels | None
-    budget: int | str | None
+    budget: float | str | None
     scope: Scope
     floor: Levels | None
     protect: str | list[str] | None

@@ -1,4 +1,4 @@
-"""Values of command-line arguments: sizes, shares, counts, tolerances, and functions by name.
+"""Values of command-line arguments: sizes, shares, tolerances, and functions by name.
 
 Each ``parse_*`` is a type for argparse: its error message states the rule. Needs no torch.
 """
@@ -107,15 +107,6 @@ def parse_share(text: str) -> float:
     """
     rule = f"share {text!r}: must be a percentage such as 10%, at most 100%"
     return float(_match(r"(100|\d?\d(?:\.\d+)?) ?%", text, rule)[1]) / 100
-
-
-def parse_count(text: str) -> int:
-    """Return a number of processes.
-
-    Raises:
-        ArgumentTypeError: not a whole number from 1 to 16, which one machine can start.
-    """
-    return int(_match("[1-9]|1[0-6]", text, f"{text!r}: must be a whole number, 1 to 16")[0])
 
 
 def parse_tolerance(text: str) -> float:

@@ -27,7 +27,6 @@ from dist_sparse.cli.arguments import (
     model_and_evaluate,
     model_and_optimizer,
     parse_budget,
-    parse_count,
     parse_share,
     parse_tolerance,
 )
@@ -98,8 +97,8 @@ def _run_command(words: list[str]) -> int:
         return _print_failure(name, f"needs {error.name}, which is not installed{how}")
     except (ValueError, OSError, ImportError) as error:
         text = as_typed(str(error), _TYPED)
-        status = _print_failure(name, text)
-        return 2 if text.startswith("Invalid --") else status
+        # 2: the value of an option has to be changed.
+        return _print_failure(name, text) + text.startswith("Invalid --")
 
 
 # Options by the names of their Python arguments.
@@ -513,7 +512,8 @@ to ten minutes on GPUs, two on a CPU. What it finds on GPUs is worth an issue.
             option(
                 "--nproc",
                 help="processes; default: one a GPU, 2 on a CPU",
-                type=parse_count,
+                type=int,
+                choices=range(1, 17),
                 metavar="N",
             ),
             option("--out", help="writes JSON for an issue", type=Path, metavar="FILE"),

@@ -29,7 +29,7 @@ _EXAMPLES = """\
   {prog} sbatch --nnodes 2 --nproc 8 --gpus 8 --cpus 64 \\
       --time 02:00:00 train.py > job.sh
 
-exit status: that of the job; 1 not started, 2 wrong command line
+exit status: the job's, or 2: wrong command line
 """
 
 
@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
             assert action.choices is not None
-            error.message += _closest(value, action.choices)
+            error.message += _closest(str(value), map(str, action.choices))
             raise
 
     def error(self, message: str) -> NoReturn:

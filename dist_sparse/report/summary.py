@@ -337,10 +337,7 @@ def status(run: Run) -> str:
     where = "before its first line" if run.last_step is None else f"at step {run.last_step:,}"
     text = f"The run ended {where}."
     if not run.finished:
-        text = (
-            f"The log stops {where} without an end: the run failed or still runs. What is known is"
-            " shown."
-        )
+        text = f"The log stops {where} without an end: the run failed or still runs."
     return text if run.sessions == 1 else f"{text} It was resumed: {run.sessions} sessions."
 
 
