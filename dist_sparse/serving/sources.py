@@ -364,7 +364,7 @@ def check_zero(
 ) -> None:
     """Refuse removed weights that are not zero, on every rank. Collective."""
     # An enforcer that records writes has also kept removed weights at zero.
-    if all(tables[name].is_noted for name in registered.keys() & tables.keys()):
+    if all(tables[name].is_noted for name in sparsifier.data_groups.keys() & tables.keys()):
         return
     revived = sparsifier.masks.count_revived(registered)
     with world_group().agreeing("export()"):
