@@ -176,7 +176,7 @@ def option(*flags: str, **settings: Any) -> Option:
 
 def local_ranks(text: str) -> list[int]:
     """Return ``0,1`` as numbers."""
-    return [int(number) for number in text.split(",")]
+    return list(map(int, text.split(",")))
 
 
 def key_value(text: str) -> tuple[str, str]:
