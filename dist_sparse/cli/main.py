@@ -125,13 +125,11 @@ def parser() -> Parser:
     whole = Parser(
         prog="dist-sparse", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw
     )
-    whole.add_argument(
-        "-V", "--version", action="store_true", help="show the version of the package and exit"
-    )
+    whole.add_argument("-V", "--version", action="store_true", help="shows the version")
     commands = whole.add_subparsers(
         metavar="COMMAND", title="commands", dest="command", required=True, parser_class=Subcommand
     )
-    what = "starts a training script on several processes, or writes files for Slurm and Kubeflow"
+    what = "starts a script on several processes, or writes files for Slurm and Kubeflow"
     commands.add_parser("launch", help=what)
     for name, (_, purpose, epilog, options) in _COMMANDS.items():
         subparser = commands.add_parser(
@@ -328,7 +326,7 @@ _ROTATE = option(
 _ARTIFACT = option("folder", help="the folder that export wrote", metavar="ARTIFACT")
 _DELTAS = option(
     "deltas",
-    help="deltas after it, of export(since=), in order",
+    help="deltas after it, in order",
     nargs="*",
     # Without a default, argparse would list it among the arguments that are required.
     default=[],
@@ -372,11 +370,7 @@ in folders inside its own.
                 metavar="FILE",
             ),
             option("--open", help="opens the page in the browser", action="store_true"),
-            option(
-                "--svg",
-                help="writes each chart as an SVG file too, into this folder",
-                metavar="DIR",
-            ),
+            option("--svg", help="writes each chart as SVG too, into this folder", metavar="DIR"),
             _JSON,
         ],
     ),
