@@ -422,7 +422,7 @@ called again with fractions of them, for models with smaller tables.
                 "--method",
                 help="%(choices)s; may be repeated; default: all",
                 # METHODS of planning.frontier, which imports torch.
-                choices=("bits", "untouched", "small", "rotated", "rows", "mix", "column", "codes"),
+                choices=("bits", "untouched", "small", "rotated", "rows", "column", "codes"),
                 action="append",
                 metavar="METHOD",
             ),

@@ -55,7 +55,6 @@ METHODS = {
     "small": "small dense",
     "rotated": "rotated columns",
     "rows": "rows",
-    "mix": "rotated columns and rows",
     "column": "int4 by column",
     "codes": "codes",
 }
@@ -70,7 +69,7 @@ _FILE = "trials.jsonl"
 # Notes below the table, and the methods that they are about.
 _NOTES = {
     "Columns and rows were removed from the trained model, which was not trained on: removed while "
-    "it trains, they lose less, rotated columns above all.": {"rotated", "rows", "mix"},
+    "it trains, they lose less, rotated columns above all.": {"rotated", "rows"},
     "Codes were fitted to the trained weights: training through them with quantize() usually "
     "gains more.": {"codes"},
 }
@@ -262,7 +261,7 @@ def frontier(
             with that fraction of the columns of its tables. For the method ``"small"``.
         budgets: fractions of the tables' bytes.
         methods: of those in :data:`~dist_sparse.planning.frontier.METHODS`: ``"bits"``,
-            ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"``, ``"mix"``, ``"column"`` and
+            ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"``, ``"column"`` and
             ``"codes"``. None is all of them, without ``"small"`` if there is no ``train``. Codes
             are of all columns, or of as many as fit, 4 or 8 columns a code; they are fitted to the
             present weights, and training through :func:`~dist_sparse.quantize` usually gains more.
@@ -369,7 +368,8 @@ def trials_of(
         dtype = choice.candidate.dtype
         by_method.append((_METHOD_OF_DTYPE.get(dtype, _METHOD_OF_KIND[choice.kind]), choice))
         if choice.kind == "full" and not choice.fits:
-            by_method += _with_fewer_rows(all_rows, dtype)
+            # Tables of a dtype that fit by losing rows.
+            by_method.append(("rows", all_rows.fewest_rows(choice.candidate)))
     by_method += [("untouched", choices.choice("full", dtype, 1.0)) for dtype in dtypes]
     # fp16 needs no scales and no calibration: it is measured whatever `dtypes` says.
     dtypes_of = {"bits": {*dtypes, "fp16"}, "column": {BY_COLUMN}, "codes": {*CODED}}
@@ -395,17 +395,6 @@ def trials_of(
             candidate = replace(candidate, columns=1.0)
         trials.append(Trial(budget=share, method=method, candidate=candidate, trained=trained))
     return trials
-
-
-def _with_fewer_rows(choices: Choices, dtype: str) -> list[tuple[str, Choice]]:
-    """Return tables of a dtype that fit by losing rows, each with its method."""
-    fractions, fitting = choices.widths("columns", dtype)
-    pruned = [("rows", choices.fewest_rows(choices.choice("full", dtype, 1.0).candidate))]
-    # The two widths just above what fits: rows save the rest of the bytes.
-    for fraction in fractions[fitting : fitting + 2]:
-        wider = choices.choice("columns", dtype, fraction)
-        pruned.append(("mix", choices.fewest_rows(wider.candidate)))
-    return pruned
 
 
 def _key(trial: Mapping[str, Any]) -> str:

@@ -13,7 +13,6 @@ _MODULE_OF = {
     "RunLog": "run_log",
     "Sink": "run_log",
     "TensorBoardSink": "run_log",
-    "WandbSink": "run_log",
     "add_artifact": "run",
     "numbers": "summary",
     "read_run": "run",

@@ -9,7 +9,6 @@ from dist_sparse.report.run_log import Quality as Quality
 from dist_sparse.report.run_log import RunLog as RunLog
 from dist_sparse.report.run_log import Sink as Sink
 from dist_sparse.report.run_log import TensorBoardSink as TensorBoardSink
-from dist_sparse.report.run_log import WandbSink as WandbSink
 from dist_sparse.report.summary import numbers as numbers
 
 __all__: list[str]

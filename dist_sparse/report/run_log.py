@@ -424,7 +424,7 @@ def _refuse_non_number(name: str, value: object) -> None:
 
 
 # ------------------------------------------------------------------------------
-# Sinks of a :class:`~dist_sparse.RunLog`: TensorBoard and Weights & Biases.
+# A sink of a :class:`~dist_sparse.RunLog`.
 
 
 class TensorBoardSink:
@@ -459,34 +459,6 @@ class TensorBoardSink:
     def close(self) -> None:
         """Write what is buffered and close the files."""
         self._writer.close()
-
-
-class WandbSink:
-    """Logs to a run of Weights & Biases.
-
-    Args:
-        run: returned by ``wandb.init()``; the caller finishes it.
-
-    Example::
-
-        >>> from dist_sparse.report import WandbSink
-        >>> class Run:  # stands for wandb.init()
-        ...     def log(self, values):
-        ...         print(values)
-        >>> WandbSink(Run()).scalars(7, {"loss": 0.5})
-        {'step': 7, 'loss': 0.5}
-    """
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log once per step. The step is a value: W&B ignores steps that decrease, and a mask
-        update is logged late."""
-        self._run.log({"step": step, **values})
-
-    def close(self) -> None:
-        """Do nothing: the caller finishes the run."""
 
 
 # ------------------------------------------------------------------------------

@@ -209,9 +209,7 @@ def export(
     text = _write(target, manifest, tables, chain, world)
     delta = Delta.from_text(text) if before else None
     after = Manifest.from_text(text) if delta is None else delta.artifact
-    # New books and new column scales change the stored bytes of rows that training has not written.
-    if manifest.dtype != "codes" and by == "row":
-        note_export((*before, target), after.hash, tables, sparsifier)
+    note_export((*before, target), after, tables, sparsifier)
     return Exported(target, after, delta, before)
 
 

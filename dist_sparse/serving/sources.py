@@ -26,7 +26,7 @@ from dist_sparse.masking.masks import places_of
 from dist_sparse.rotation.rotate import bases_of_outputs
 from dist_sparse.serving.artifact import all_kept
 from dist_sparse.serving.encodings import ENCODINGS, Dtype, chunks
-from dist_sparse.serving.manifest import Collection, Feature, Pooling, Scale, Table
+from dist_sparse.serving.manifest import Collection, Feature, Manifest, Pooling, Scale, Table
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
@@ -439,7 +439,7 @@ def refuse_replaced(
 
 def note_export(
     folders: tuple[Path, ...],
-    artifact: str,
+    artifact: Manifest,
     tables: ServedTables,
     sparsifier: BaseDataSparsifier,
 ) -> None:
@@ -447,8 +447,11 @@ def note_export(
 
     Args:
         folders: the base and all deltas; the one that has just been written is the last.
-        artifact: the hash of the artifact after it.
+        artifact: the artifact after it.
     """
+    # New books and new column scales change the stored bytes of rows that training has not written.
+    if artifact.dtype == "codes" or "column" in {table.scale for table in artifact.tables.values()}:
+        return
     known = _NOTES.get(sparsifier, {})
     # A full export beside a chain does not end the records of the chain.
     if len(folders) == 1 and known and folders not in known:
@@ -456,7 +459,7 @@ def note_export(
     for record in _records(sparsifier).values():
         record.clear()
     kept = {name: table.kept for name, table in tables.items()}
-    _NOTES[sparsifier] = {folders: _Note(artifact, kept)}
+    _NOTES[sparsifier] = {folders: _Note(artifact.hash, kept)}
 
 
 def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written]:

@@ -51,7 +51,7 @@ def test_each_method_uses_what_a_budget_holds() -> None:
     assert torch.equal(model.weight, before) and torch.equal(evaluated[0], before)
     assert result.table_bytes == 400 * 16 * 4 and result.full == {"error": 0.0, "fit": 1.0}
     assert {point.method for point in result.points if point.budget == 0.5} == {
-        "bits", "rotated", "rows", "mix", "column"
+        "bits", "rotated", "rows", "column"
     }  # fmt: skip
     for point in result.points:
         bytes_ = point.bytes

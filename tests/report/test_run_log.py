@@ -19,7 +19,7 @@ from dist_sparse.report.charts import charts
 from dist_sparse.report.folder import LINES, LOCK, RUN, read_lines
 from dist_sparse.report.page import write_report
 from dist_sparse.report.run import read_run
-from dist_sparse.report.run_log import TensorBoardSink, WandbSink
+from dist_sparse.report.run_log import TensorBoardSink
 from tests.report.folders import full_disk
 
 
@@ -362,23 +362,6 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("loss")] == list(range(9))
     [name] = [tag for tag in events.Tags()["scalars"] if tag.startswith("sparsity/")]
     assert [(event.step, event.value) for event in events.Scalars(name)][-1] == (6, 0.5)
-
-
-def test_wandb() -> None:
-    """The interface only: W&B itself is not installed here."""
-
-    class Run:
-        def __init__(self) -> None:
-            self.logged: list[dict[str, float]] = []
-
-        def log(self, values: dict[str, float]) -> None:
-            self.logged.append(values)
-
-    run = Run()
-    sink = WandbSink(run)
-    sink.scalars(7, {"loss": 1.0})
-    sink.close()
-    assert run.logged == [{"step": 7, "loss": 1.0}]
 
 
 def test_validations_of_a_guard_are_logged_and_drawn(tmp_path: Path) -> None:
