@@ -193,12 +193,17 @@ def test_refusals(tmp_path: Path) -> None:
 def test_half_an_update_is_not_served(tmp_path: Path) -> None:
     days = Days(tmp_path)
     served = load_served(days.day(0.5))
+    ids = torch.tensor(sorted(kept(days.folders[0])))
+    was = served(ids, torch.arange(len(ids)))
     delta = days.day(0.55)
-    moved = mock.patch.object(
-        chain, "_move_some", wraps=chain._move_some, side_effect=[mock.DEFAULT, MemoryError]
-    )
+    # 3 calls find the index after the delta, 2 move rows to lower places.
+    effects = [*[mock.DEFAULT] * 5, MemoryError]
+    moved = mock.patch.object(chain, "rows_of", wraps=chain.rows_of, side_effect=effects)
     with moved, pytest.raises(MemoryError):
         served.apply(delta)
+    # Lookups would return rows of other ids.
+    lookup: Any = served.lookup
+    assert not torch.equal(lookup(ids, torch.arange(len(ids))), was)
     for one in (served, copy.deepcopy(served)):
         with pytest.raises(RuntimeError, match="applied in part: load the artifact again"):
             looked_up(one)
