@@ -338,19 +338,19 @@ def move_rows(stored: Tensors, before: RowIndex, after: RowIndex, new: Tensors) 
         # still to be read: rows that move to lower places go first to last, the others last to
         # first. The order of the rows does not change, so the passes do not disturb each other.
         for first in spans:
-            _move_some(stored, before, after, ids_in(stay, before.rows, first), -1)
+            move_some(stored, before, after, ids_in(stay, before.rows, first), -1)
         if before.default_row:
             # The default row is the last one, so it moves between the two passes.
             last = torch.tensor([before.rows])
-            _move_some(stored, before, after, last, after.num_kept - before.num_kept)
+            move_some(stored, before, after, last, after.num_kept - before.num_kept)
         for first in reversed(spans):
-            _move_some(stored, before, after, ids_in(stay, before.rows, first), 1)
+            move_some(stored, before, after, ids_in(stay, before.rows, first), 1)
     at = rows_of(after, new["ids"].long())
     for key, rows in stored.items():
         rows.index_copy_(0, at.to(rows.device), new[key].view(rows.dtype).to(rows.device))
 
 
-def _move_some(
+def move_some(
     stored: Tensors, before: RowIndex, after: RowIndex, ids: Tensor, direction: int
 ) -> None:
     """Move the rows of those ids that move to lower places, if ``direction`` is negative, or else
