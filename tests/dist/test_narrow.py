@@ -152,6 +152,6 @@ def test_a_collection_of_several_widths_is_refused() -> None:
         rotate="table",
     )
     sparse.step()
-    with pytest.raises(ValueError, match="its tables must have one width. Rotate all of them, or"):
+    with pytest.raises(ValueError, match="its tables must have one width"):
         compact(model, sparse)
     model(batch(cell, seed=0))
