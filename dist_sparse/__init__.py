@@ -97,5 +97,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    internal = {"__main__", "checks", "cli", "records", "text"}
-    return sorted({*__all__, *_SUBMODULES, "__version__"} - internal)
+    return sorted([*__all__, *_SUBMODULES, "__version__"])

@@ -92,7 +92,7 @@ def scheduled_level(name: str, value: object) -> Any:
         ValueError: it is neither.
     """
     if isinstance(value, str):
-        return choice(name, value, [UNTOUCHED], " (sparsify: or 'auto') or a number in [0, 1]")
+        return choice(name, value, [UNTOUCHED], " or a number in [0, 1]")
     return level(name, value)
 
 

@@ -303,6 +303,6 @@ def _refuse_unsupported(trainer: Any, pl_module: Any) -> None:
     # Lightning unpacks a compiled module, and keeps the compiler's context.
     if getattr(pl_module, "_compiler_ctx", None) is not None:
         raise ValueError(
-            "The LightningModule is compiled: hooks do not run inside torch.compile, so removed"
-            " weights would come back unseen. Fit the module as it was before torch.compile."
+            "Hooks do not run in a compiled LightningModule: fit the module as it was before"
+            " torch.compile."
         )

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import shutil
 import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, zip_longest
-from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -161,16 +159,6 @@ def block_shape_text(block: Sequence[int | str] | None) -> str:
     rows, columns = block
     shape = f"{rows}x{columns}".lower()
     return {"1xrow": "row", "colx1": "col"}.get(shape, shape)
-
-
-def block_text(block: Sequence[Any] | None, zeros: int | None = None) -> str:
-    """Return the number of elements that a pruned block loses, or ``all``; a dash without a
-    block."""
-    if block is None:
-        return "-"
-    # ROW and COL depend on the table: the size of such a block is not known.
-    elements = None if {"ROW", "COL"} & {*block} else math.prod(block)
-    return "all" if zeros in (None, elements) else str(zeros)
 
 
 def mib(count: int) -> str:

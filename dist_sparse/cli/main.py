@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 import dist_sparse
 from dist_sparse.cli.arguments import (
@@ -106,19 +105,6 @@ _TYPED = {name: f"--{name}" for name in ("out", "metric", "rotate")}
 _TYPED |= {"path": "--out", "methods": "--method"}
 
 
-class Subcommand(Parser):
-    """Parser that refuses unknown options first: of a misspelled required option, argparse would
-    only report that it is missing."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # `--` alone ends the options.
-        for word in args:
-            is_option = word.startswith("--") and word != "--"
-            if is_option and word.partition("=")[0] not in self._option_string_actions:
-                self.unrecognized(word)
-        return super().parse_known_args(args, namespace)
-
-
 def parser() -> Parser:
     """Return the parser of `dist-sparse`, for tools that complete commands in a shell."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -127,7 +113,7 @@ def parser() -> Parser:
     )
     whole.add_argument("-V", "--version", action="store_true", help="shows the version")
     commands = whole.add_subparsers(
-        metavar="COMMAND", title="commands", dest="command", required=True, parser_class=Subcommand
+        metavar="COMMAND", title="commands", dest="command", required=True
     )
     what = "starts a script on several processes, or writes files for Slurm and Kubeflow"
     commands.add_parser("launch", help=what)
@@ -382,8 +368,7 @@ in folders inside its own.
   dist-sparse plan model.py:trained --budget 512KiB
 
 FUNCTION takes no arguments and returns a trained model, which is not changed,
-or (model, optimizer): untouched rows of tables that are not fused are known
-from their Adagrad.
+or (model, optimizer), if the tables are not fused.
 `dist-sparse frontier` measures what fits on the trained model.
 """,
         [

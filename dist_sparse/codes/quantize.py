@@ -316,8 +316,8 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             if data.shape != self._shapes[data.name]:
                 raise ValueError(
                     f"Table {data.name!r} is {shape_text(data.shape)}, and was"
-                    f" {shape_text(self._shapes[data.name])} when it got codes: call compact()"
-                    " first, and quantize() for the model that it returns."
+                    f" {shape_text(self._shapes[data.name])} when it got codes: call quantize()"
+                    " after compact()."
                 )
         return tables
 

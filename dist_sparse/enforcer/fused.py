@@ -342,9 +342,9 @@ class TableBatchHooks:
         self._has_cached = bool(cached)
         if rest := sorted(self._places[table].name for table in cached - stay_zero):
             raise ValueError(
-                f"The tables {rest} have the compute kernel {CACHED!r}, whose cached rows can't be"
-                " zeroed after a backward. Removed rows stay zero only with masks of whole rows, a"
-                " score other than 'accumulator', and SGD or Adagrad with eps > 0."
+                f"The tables {rest} have the compute kernel {CACHED!r}: their removed rows stay"
+                " zero only with masks of whole rows, a score other than 'accumulator', and SGD or"
+                " Adagrad with eps > 0."
             )
 
     @timed

@@ -53,7 +53,7 @@ def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
         raise ValueError(
             "Several OptimSchedulers share a model in DDP or with sharded tables, which need one"
             " backward per forward. Give them the same loss tensor, accum_grad and use_amp, or"
-            " losses of separate forwards by different names. Delete those no longer stepped."
+            " losses of separate forwards by different names."
         )
 
 

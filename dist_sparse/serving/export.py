@@ -252,8 +252,8 @@ def _with_codes(tables: ServedTables, coded: CodedTraining | None) -> ServedTabl
         # Another model may have a table of the same name.
         if name not in tables or addresses_of(tables[name].data) != addresses_of(data):
             raise ValueError(
-                f"The model's tables {sorted(tables)} do not include the {name!r} that has codes:"
-                " export the model that quantize() was called with, or call it for this one."
+                f"Table {name!r} of this model is not the one that has codes: export the model"
+                " that quantize() was called with."
             )
         with_codes[name] = replace(tables[name], rows=codes[name], books=coded.books[name])
     return with_codes

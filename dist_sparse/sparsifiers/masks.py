@@ -39,7 +39,6 @@ from dist_sparse.sparsifiers.pieces import (
 from dist_sparse.tables.shards import Block, Located, Rect, Shard, ShardedData, whole
 from dist_sparse.text import (
     block_shape_text,
-    block_text,
     level_text,
     number_of,
     shape_text,
@@ -563,10 +562,7 @@ def _report_revived(counts: str, *, enforced: bool) -> None:
     )
 
 
-_HEAD = (
-    *("name", "shape", "dtype", "sharding", "shards (here)"),
-    *("block", "zeros per block", "level", "mask bytes (here)"),
-)
+_HEAD = ("name", "shape", "dtype", "sharding", "shards", "block", "level", "mask bytes")
 
 
 def describe(sparsifier: Any) -> str:
@@ -575,8 +571,9 @@ def describe(sparsifier: Any) -> str:
 
     Takes a sparsifier, or what :func:`~dist_sparse.sparsify` returned.
 
-    "here" counts what this rank holds; :meth:`~dist_sparse.BaseDataSparsifier.table_stats` counts
-    over all ranks.
+    Shards are all of a table, and in parentheses the ones on this rank; mask bytes are this rank's.
+    :meth:`~dist_sparse.BaseDataSparsifier.table_stats` counts over all ranks. A block of
+    ``2 of 1x4`` loses two of its elements.
 
     Example::
 
@@ -585,10 +582,9 @@ def describe(sparsifier: Any) -> str:
         >>> data = [("user", torch.ones(10, 4))]
         >>> print(describe(DataNormSparsifier(data, sparse_block_shape=(1, 4))))
         DataNormSparsifier: 1 registered, over 1 rank
-        name  shape   dtype    sharding  shards     block  zeros per   level  mask bytes
-                                         (here)            block              (here)
-        ----  ------  -------  --------  ---------  -----  ----------  -----  ----------
-        user  10 x 4  float32  plain     1 (1)      1x4    all         0.5    160
+        name  shape   dtype    sharding  shards  block     level  mask bytes
+        ----  ------  -------  --------  ------  --------  -----  ----------
+        user  10 x 4  float32  plain     1 (1)   4 of 1x4  0.5    160
     """
     given = sparsifier
     sparsifier = getattr(sparsifier, "sparsifier", sparsifier)
@@ -604,11 +600,12 @@ def describe(sparsifier: Any) -> str:
         data, size = held[name].data, held[name].nbytes
         dtype = str(data.dtype).removeprefix("torch.")
         shards = f"{len(data.rects)} ({len(data.shards)})"
-        block, level = config.get("sparse_block_shape"), config.get("sparsity_level")
-        zeros = block_text(block, config.get("zeros_per_block"))
-        shown = "-" if level is None else level_text(level)
+        block = block_shape_text(config.get("sparse_block_shape"))
+        if zeros := config.get("zeros_per_block"):
+            block = f"{zeros} of {block}"
+        level = level_text(config.get("sparsity_level", "-"))
         stored = shape_text(data.shape), dtype, data.sharding, shards
-        rows.append((name, *stored, block_shape_text(block), zeros, shown, f"{size:,}"))
+        rows.append((name, *stored, block, level, f"{size:,}"))
     ranks = max((len(each.data.tiling) for each in held.values()), default=1)
     title = f"{type(sparsifier).__name__}: {len(rows)} registered, over {number_of(ranks, 'rank')}"
     return "\n".join([title, *table_lines(_HEAD, rows)])

@@ -67,14 +67,14 @@ def test_alone_it_prints_its_help(words: list[str], capsys: pytest.CaptureFixtur
         (["frontier", "no.py:f", "--tolerance=-1"], "argument --tolerance: Invalid '-1'"),
         (["frontier", "no.py:f", "--method", "rotatd"], "; did you mean rotated?"),
         (
-            ["plan", "--buget", "3"],
-            "plan: error: unrecognized arguments: --buget; did you mean --b",
+            ["plan", "no.py:f", "--budget", "3%", "--rotat", "a"],
+            "plan: error: unrecognized arguments: --rotat",
         ),
         (
-            ["report", "--opne"],
+            ["report", "a", "--opne"],
             "report: error: unrecognized arguments: --opne; did you mean --open?",
         ),
-        (["report", "--bogus"], "dist-sparse report: error: unrecognized arguments: --bogus\n"),
+        (["report", "a", "--bogus"], "dist-sparse report: error: unrecognized arguments: --bogus\n"),
         (["merge"], "the following arguments are required: ARTIFACT, --out\n"),
         (
             ["selftest", "--nproc", "99"],
