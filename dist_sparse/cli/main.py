@@ -55,9 +55,6 @@ def main(words: Sequence[str] | None = None) -> int:
     0 is success, 1 a failure that stderr explains, 2 an invalid command line, 130
     Ctrl-C, 141 a closed pipe; `launch` has others.
     """
-    # The shell closed it: >&-.
-    if sys.stdout is None:
-        sys.exit("dist-sparse: standard output is closed")
     # The C locale is ASCII: print() would raise on other names of tables.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -101,8 +98,8 @@ def _run_command(words: list[str]) -> int:
 
 
 # Options by the names of their Python arguments.
-_TYPED = {name: f"--{name}" for name in ("out", "metric", "rotate")}
-_TYPED |= {"path": "--out", "methods": "--method"}
+_TYPED = {"out": "--out", "path": "--out", "metric": "--metric", "methods": "--method"}
+_TYPED["rotate"] = "--rotate"
 
 
 def parser() -> Parser:
@@ -201,7 +198,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from dist_sparse.report.summary import inspect_text, numbers
 
     folder = Path(options.folder)
-    is_step = folder.is_dir() and (folder.name.startswith("step-") or any(folder.glob("step-*")))
+    is_step = folder.name.startswith("step-") or any(folder.glob("step-*"))
     # Checkpoints have no JSON form.
     if is_step and not options.json:
         # Imported here: it needs torch, and runs are read without torch.

@@ -287,8 +287,13 @@ def _pool(
             rows, factors = rows * factors.unsqueeze(1), None
     # Most bags of real models have one id, which needs no pooling. On an accelerator the test
     # itself would synchronize.
-    if offsets.is_cpu and len(rows) == len(offsets) - 1 and bool((offsets.diff() == 1).all()):
-        return rows if factors is None else rows * factors.unsqueeze(1)
+    if (
+        factors is None
+        and offsets.is_cpu
+        and len(rows) == len(offsets) - 1
+        and bool((offsets.diff() == 1).all())
+    ):
+        return rows
     places = torch.arange(len(rows), device=rows.device)
     return F.embedding_bag(
         places,

@@ -216,7 +216,7 @@ def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -
     if site.has_one_width:
         # TorchRec refuses an EmbeddingCollection of several widths.
         narrower = widths.keys() & names.values()
-        if narrower and len(narrower) < len(site.tables):
+        if 0 < len(narrower) < len(site.tables):
             raise ValueError(
                 f"Tables {sorted(narrower)} are narrower, and others of their EmbeddingCollection"
                 " are not: its tables must have one width. Rotate all of them, or none."

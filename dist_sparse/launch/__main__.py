@@ -138,13 +138,9 @@ class Parser(argparse.ArgumentParser):
         # A subcommand refuses its own unknown words. argparse passes them up to the main parser,
         # whose error could only suggest the main parser's options.
         if unknown:
-            self.unrecognized(unknown[0])
+            hint = _closest(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {unknown[0]}{hint}")
         return options, unknown
-
-    def unrecognized(self, word: str) -> NoReturn:
-        """Refuse a word that is no argument, and name the closest option."""
-        hint = _closest(word.partition("=")[0], self._option_string_actions)
-        self.error(f"unrecognized arguments: {word}{hint}")
 
     # From Python 3.14 on, `suggest_on_error=True` does the same.
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -76,7 +76,6 @@ _NOTES = {
 
 # The kept part of a trial that removes neither rows nor columns.
 _ALL = "everything"
-_ALL_NOTE = "No rows or columns were removed: every weight is stored, in fewer bits."
 
 _FOUR_DIGITS = "{:.4f}".format
 
@@ -216,9 +215,6 @@ class Frontier:
         better = "less" if self.metric in self.lower_is_better else "more"
         shown = {point.method for point in self.points}
         notes = [note for note, methods in _NOTES.items() if shown & methods]
-        # A table of full models would otherwise read as if nothing had been tried.
-        if {point.left for point in self.points} == {_ALL}:
-            notes.append(_ALL_NOTE)
         texts = [f"Best first, by {self.metric}: {better} is better.", *notes, self.recommendation]
         fill = partial(textwrap.fill, width=79)
         return "\n\n".join(["\n".join(lines), *map(fill, texts)])

@@ -134,9 +134,8 @@ class SlotIndex(nn.Module):
             )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        state = state_dict.get(f"{prefix}id_of_slot")
-        if state is not None:
-            self.refuse_invalid(state)
+        # If the key is missing, torch raises.
+        self.refuse_invalid(state_dict.get(f"{prefix}id_of_slot", self.id_of_slot))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -562,9 +562,9 @@ def _protected_ids(index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
     Raises:
         ValueError: an id is not in the table, or there are more ids than slots.
     """
-    # torch raises one of these for None, text or uneven lists.
+    # torch raises one of these for None, a set, text or uneven lists.
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        given = torch.as_tensor(list(ids) if isinstance(ids, set) else ids)
+        given = torch.as_tensor(ids)
         distinct: Tensor = torch.unique(given)
         fits = (distinct >= 0) & (distinct < index.rows) & (distinct == distinct.long())
         if fits.all() and len(distinct) <= index.stored and given.dtype != torch.bool:

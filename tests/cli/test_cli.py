@@ -74,7 +74,10 @@ def test_alone_it_prints_its_help(words: list[str], capsys: pytest.CaptureFixtur
             ["report", "a", "--opne"],
             "report: error: unrecognized arguments: --opne; did you mean --open?",
         ),
-        (["report", "a", "--bogus"], "dist-sparse report: error: unrecognized arguments: --bogus\n"),
+        (
+            ["report", "a", "--bogus"],
+            "dist-sparse report: error: unrecognized arguments: --bogus\n",
+        ),
         (["merge"], "the following arguments are required: ARTIFACT, --out\n"),
         (
             ["selftest", "--nproc", "99"],
@@ -264,7 +267,7 @@ def test_plan_of_a_module(
     [
         (["inspect", "{model}"], "holds no run: there is no run.json"),
         (["inspect", "nothere"], "inspect: nothere does not exist."),
-        (["inspect", "step-00000001"], "step-00000001 does not exist."),
+        (["inspect", "step-00000001"], "holds no checkpoint of step 1"),
         (["report", "nothere"], "report: nothere does not exist."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -65,15 +65,6 @@ def test_a_full_disk(words: str, variables: dict[str, str], run: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("words", ["inspect run", "--version"])
-def test_a_closed_output(words: str, run: Path) -> None:
-    done = shell(f"$D {words} >&-", run)
-    assert (done.returncode, done.stderr) == (
-        1,
-        "dist-sparse: standard output is closed\n",
-    )
-
-
 @pytest.mark.parametrize("variables", [{}, UNBUFFERED], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("words", ["inspect run --json", "--version"])
 def test_a_reader_that_has_enough(words: str, variables: dict[str, str], run: Path) -> None:

@@ -420,9 +420,7 @@ def test_codes_of_another_model_are_not_exported(tmp_path: Path) -> None:
     model, other = table(), table()
     with quantize(model, sgd(model), codes=2, begin=0) as handle:
         handle.step()
-        with pytest.raises(
-            ValueError, match="'weight' of this model is not the one that has"
-        ):
+        with pytest.raises(ValueError, match="'weight' of this model is not the one that has"):
             export(other, handle, tmp_path / "served", dtype="codes")
     assert not any(tmp_path.iterdir())
 
