@@ -40,7 +40,7 @@ def masks_of(
 ) -> list[Tensor]:
     """The bits of the masks and of what may not be zero, at 60%."""
     data = whole("t", weights)
-    blocks = Goal(data=data, block=block, k=0, max_blocks=0, zeros_per_block=1, measure="L2").blocks
+    blocks = data.grid(block).blocks
     goal = Goal(
         data=data,
         block=block,
