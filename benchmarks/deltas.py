@@ -2,8 +2,8 @@
 
 One fused table with half of its rows removed, of which a share is trained before each delta. A
 delta either compares all rows with the artifact before it, or streams only the rows that the
-enforcer has seen written, and reads nothing else of that artifact. Results are written to ``benchmarks/results/`` as JSON and
-markdown.
+enforcer has seen written, and reads nothing else of that artifact. Results are written to
+``benchmarks/results/`` as JSON and markdown.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def report(found: list[dict[str, Any]]) -> str:
     """The figures as a markdown table with what they mean."""
     lines = [
         (
-            "Seconds of the processor, 1 thread. compared: a delta that compares all kept rows; noted:"
-            " one of the rows that the enforcer has seen written. Shares are of the full export of the same moment. apply: in a process that"
-            " serves; memory: its peak above what it had before."
+            "Seconds of the processor, 1 thread, the full export and noted: the least of three."
+            " compared: a delta that compares all kept rows; noted: one of the rows that the enforcer"
+            " has seen written. Shares are of the full export. apply: in a process that serves;"
+            " memory: its peak above the memory before."
         ),
         "",
         (
