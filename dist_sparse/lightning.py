@@ -303,6 +303,5 @@ def _refuse_unsupported(trainer: Any, pl_module: Any) -> None:
     # Lightning unpacks a compiled module, and keeps the compiler's context.
     if getattr(pl_module, "_compiler_ctx", None) is not None:
         raise ValueError(
-            "Hooks do not run in a compiled LightningModule: fit the module as it was before"
-            " torch.compile."
+            "Hooks do not run in a compiled LightningModule: fit the module without torch.compile."
         )

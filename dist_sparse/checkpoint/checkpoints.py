@@ -33,6 +33,7 @@ from dist_sparse.checkpoint.state import (
     quiet,
     split,
 )
+from dist_sparse.enforcer.dense import Optimizers
 from dist_sparse.groups import Group, world_group, world_rank
 from dist_sparse.tables.modules import check_module
 from dist_sparse.text import number_of, size, table_lines
@@ -125,7 +126,7 @@ class Checkpoints:
         step: int,
         *,
         model: nn.Module,
-        optimizer: Any = None,
+        optimizer: Optimizers | None = None,
         sparse: Sparse = None,
         extra: Json = None,
         force: bool = False,
@@ -164,7 +165,7 @@ class Checkpoints:
         step: int,
         *,
         model: nn.Module,
-        optimizer: Any = None,
+        optimizer: Optimizers | None = None,
         sparse: Sparse = None,
         extra: Json = None,
         force: bool = False,
@@ -193,7 +194,7 @@ class Checkpoints:
         self,
         *,
         model: nn.Module,
-        optimizer: Any = None,
+        optimizer: Optimizers | None = None,
         sparse: Sparse = None,
         row_wise_state: Literal["refuse", "merge"] = "refuse",
     ) -> Resumed | None:

@@ -195,7 +195,9 @@ class OptimizerState:
             # Torch's Adagrad counts steps, the fused one does not. So the count is saved as a
             # value, which may be missing on either side; a tensor may not.
             is_adagrad_step = name == "step" and "sum" in stepped.state
-            if name == "sum" and _is_row_wise(value, stepped.param):
+            # If a table has one column, the sums of any Adagrad have its shape.
+            row_sums = (*stepped.param.shape[:1], 1)
+            if name == "sum" and value.shape == row_sums != stepped.param.shape:
                 # It is saved with FBGEMM's name and shape, so that either optimizer loads it.
                 path = f"{_PREFIX}{key}.momentum1"
                 self.tensors[path] = value.view(-1)
@@ -404,12 +406,6 @@ def _plain(what: str, value: Any) -> Json:
 
 
 # Row-wise state
-
-
-def _is_row_wise(value: Tensor, param: Tensor) -> bool:
-    """Whether the sums of an unsharded table are one number a row."""
-    # If a table has one column, the sums of any Adagrad have its shape: they are not row-wise.
-    return value.shape == (*param.shape[:1], 1) != param.shape
 
 
 def _column_cuts(path: str, value: Tensor, param: Any) -> dict[str, list[int]]:

@@ -481,7 +481,7 @@ Changes nothing.
   dist-sparse selftest --device cpu --nproc 4
 
 Compares masks and weights of small models, and measures mask updates. Takes up
-to ten minutes on GPUs, two on a CPU. What it finds on GPUs is worth an issue.
+to ten minutes on GPUs, two on a CPU.
 """,
         [
             option("--device", help="default: cuda where there is a GPU", choices=("cpu", "cuda")),

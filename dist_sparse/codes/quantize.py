@@ -27,7 +27,7 @@ from dist_sparse.codes.books import (
     sample_rows,
 )
 from dist_sparse.codes.decoding import CodedShard, DecodingHooks, divisors
-from dist_sparse.enforcer.dense import leaves
+from dist_sparse.enforcer.dense import Optimizers, leaves
 from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.groups import group_over, rank_in, world_group
 from dist_sparse.schedulers.curves import Window
@@ -48,7 +48,7 @@ _ATTACHED: WeakSet[DecodingHooks] = WeakSet()
 
 def quantize(
     model: nn.Module,
-    optimizer: Any,
+    optimizer: Optimizers,
     *,
     codes: int | Mapping[str, int],
     begin: int,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dist_sparse.checks import choice, integer
 from dist_sparse.compaction.moving import kept_rows
 from dist_sparse.compaction.replacing import Change, Planner, Site, rebuild_of, sites_of
+from dist_sparse.enforcer.dense import Optimizers
 from dist_sparse.enforcer.enforcer import MaskEnforcer, refuse_masked
 from dist_sparse.groups import world_group
 from dist_sparse.records import TableStats
@@ -33,7 +34,7 @@ def compact(
     model: nn.Module,
     sparse: SparseTraining | BaseDataSparsifier,
     *,
-    optimizer: Any = None,
+    optimizer: Optimizers | None = None,
     plan: Planner | None = None,
     removed: Literal["zero", "default_row"] = "zero",
 ) -> nn.Module:
@@ -253,7 +254,7 @@ def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
 def expand(
     model: nn.Module,
     *,
-    optimizer: Any = None,
+    optimizer: Optimizers | None = None,
     plan: Planner | None = None,
     initial: Literal["zero", "init"] = "zero",
     seed: int = 0,

@@ -94,6 +94,10 @@ class WeightState(NamedTuple):
                 state.data.fill_(initial)
 
 
+Optimizers = Optimizer | Sequence[Optimizer]
+"""One optimizer of torch or TorchRec, or several."""
+
+
 def leaves(optimizer: Any) -> Iterator[Optimizer]:
     """Yield the optimizers inside ``optimizer``, or inside several, that step parameters
     themselves: not TorchRec's fused ones, whose tables are updated inside the backward.

@@ -579,6 +579,6 @@ def _check_not_compiled(
         if compiled is not None and not holding.isdisjoint(module.modules()):
             raise ValueError(
                 f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run inside"
-                " torch.compile, so removed weights would come back unseen. Attach to the model as"
-                " it was before torch.compile."
+                " torch.compile, so removed weights would come back unseen. Attach to the model"
+                " that is not compiled."
             )

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from dist_sparse import checks
 from dist_sparse.compaction.moving import gather_rows
-from dist_sparse.enforcer.dense import leaves, same_storage, stepped_by, sums_of
+from dist_sparse.enforcer.dense import Optimizers, leaves, same_storage, stepped_by, sums_of
 from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.groups import world_group
 from dist_sparse.planning.candidates import (
@@ -159,7 +159,7 @@ def plan(
     budget: float | str,
     *,
     rotate: Rotate | None = None,
-    optimizer: Any = None,
+    optimizer: Optimizers | None = None,
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
 ) -> Plan:

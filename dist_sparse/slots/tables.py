@@ -27,6 +27,7 @@ from dist_sparse import checks
 from dist_sparse.compaction.collections import initial_bounds
 from dist_sparse.compaction.moving import Steppers, StoredTables
 from dist_sparse.compaction.tables import draw_rows
+from dist_sparse.enforcer.dense import Optimizers
 from dist_sparse.groups import Group, world_group
 from dist_sparse.records import SlotChange, SlotUpdate
 from dist_sparse.slots.collections import (
@@ -234,7 +235,7 @@ class FollowingTables:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Any = None,
+        optimizer: Optimizers | None = None,
         *,
         every: int = 100,
         admit_after: int = 1,

@@ -269,8 +269,11 @@ def _fill(
             if value is None:
                 raise RuntimeError(f"Error loading {name!r}: the state has no {part} of it.")
         data = data.detach().clone()
-        if "parametrization" not in config:
-            entry["mask"] = _with_shape_of(data, entry["mask"])
+        mask = entry["mask"]
+        # The ancestor's `DataNormSparsifier` may have dropped or added dimensions of size 1, which
+        # the default parametrization can't use.
+        if "parametrization" not in config and mask.squeeze().shape == data.squeeze().shape:
+            entry["mask"] = mask.reshape(data.shape)
         if name in tensors:
             # A plain buffer: the name was squashed when it was saved.
             container.register_buffer(name, data)
@@ -283,9 +286,3 @@ def _fill(
         }
         # strict=False: the default parametrization has no buffers in its state.
         _parametrizations(container, name).load_state_dict(kept, strict=False)
-
-
-def _with_shape_of(data: Tensor, mask: Tensor) -> Tensor:
-    """Return a mask in the shape of its data. The ancestor's ``DataNormSparsifier`` may have
-    dropped or added dimensions of size 1, which the default parametrization can't use."""
-    return mask.reshape(data.shape) if mask.squeeze().shape == data.squeeze().shape else mask

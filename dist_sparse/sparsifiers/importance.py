@@ -179,14 +179,10 @@ class ImportanceSparsifier(DataNormSparsifier):
             self._totals = {}
         # Counts age only after a mask update that has succeeded, on all ranks alike.
         if self.enable_mask_update and self.decay < 1:
-            self._age_counts()
-
-    def _age_counts(self) -> None:
-        """Multiply all counts by the decay."""
-        for name in self.masks.tables.names:
-            # In place: the enforcer's hooks hold the same tensors.
-            for counts in self.masks.tables.table(name).counts.values():
-                counts.clamp_(max=MOST_COUNTED).mul_(self.decay)
+            for name in self.masks.tables.names:
+                # In place: the enforcer's hooks hold the same tensors.
+                for counts in self.masks.tables.table(name).counts.values():
+                    counts.clamp_(max=MOST_COUNTED).mul_(self.decay)
 
     def audit(self) -> dict[str, str]:
         try:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
 from dist_sparse.enforcer import Hook
-from dist_sparse.enforcer.dense import torchrec_parts
+from dist_sparse.enforcer.dense import Optimizers, torchrec_parts
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
 from dist_sparse.groups import warn_on_first_rank, world_group
 from dist_sparse.records import GuardCheck
@@ -400,7 +400,7 @@ class SparseTraining:
 
 def sparsify(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer: Optimizers,
     *,
     level: Levels | None = None,
     budget: float | str | None = None,
