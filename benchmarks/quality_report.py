@@ -178,7 +178,9 @@ if __name__ == "__main__":
     for file in sorted(
         [*results.glob("*-quality.json"), *results.glob("*-quality-gowalla-*.json")]
     ):
-        rows = [row for row in json.loads(file.read_text())["cases"] if row["chosen"]]
+        cases = json.loads(file.read_text())["cases"]
+        # Trainings of twice the epochs would not compare.
+        rows = [row for row in cases if row["chosen"] and row["epochs"] == 14]
         found: dict[str, list[Row]] = {}
         for row in rows:
             found.setdefault(f"{row['method']} {row['budget']}", []).append(row)
