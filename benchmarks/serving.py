@@ -77,7 +77,9 @@ def main() -> int:
         found += loads(WRITTEN)
     text = report(found)
     print(text)
-    keep(options.out, "serving", found, text)
+    # The plot takes the newest result of all kinds.
+    name = f"serving-{options.only}" if options.only else "serving"
+    keep(options.out, name, found, text)
     return 0
 
 
