@@ -161,11 +161,6 @@ def block_shape_text(block: Sequence[int | str] | None) -> str:
     return {"1xrow": "row", "colx1": "col"}.get(shape, shape)
 
 
-def mib(count: int) -> str:
-    """Return bytes as MiB with three decimals, without the unit."""
-    return f"{count / 2**20:,.3f}"
-
-
 def amount(value: float) -> str:
     """Return a number with four significant digits, a whole number with all: ``0.6990``,
     ``-1.235e-07``, ``1,385,728``."""
@@ -177,6 +172,16 @@ def amount(value: float) -> str:
 def count(value: int) -> str:
     """Return all digits in groups of three: ``53,562``."""
     return f"{value:,}"
+
+
+def short(value: float) -> str:
+    """Return four digits of a number: ``0.5``, ``3,840``, ``1.5M``."""
+    for power, prefix in enumerate("EPTGMk"):
+        unit = 1000 ** (6 - power)
+        # Numbers below 10,000 are written out.
+        if abs(value) >= max(unit, 1e4):
+            return f"{value / unit:.4g}{prefix}"
+    return f"{value:,.4g}"
 
 
 def number_of(value: int, noun: str, nouns: str | None = None) -> str:

@@ -389,8 +389,8 @@ or (model, optimizer), if the tables are not fused.
   dist-sparse frontier my.package:measured --rotate user,item --budget 10%
 
 FUNCTION returns (model, evaluate); evaluate(model) returns metrics by name, on
-data that the model was not trained on. If it has the parameter columns, it is
-called again with fractions of them, for models with smaller tables.
+held-out data. If it has the parameter columns, it is called again with
+fractions of them, for models with smaller tables.
 """,
         [
             option(

@@ -25,7 +25,7 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_matrix
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import collection_of, torchrec_port
-from dist_sparse.tables.shards import Located, Rect, ShardedData, not_empty, whole
+from dist_sparse.tables.shards import Located, Rect, Shard, ShardedData, not_empty, whole
 
 # Which rows are kept, and moving them
 
@@ -403,7 +403,10 @@ class StoredTables:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             # get_parameter(), because reading ``weight`` of a compact table raises.
             weight = module.get_parameter("weight")
-            self.located = {"": whole("weight", weight.data)}
+            data = whole("weight", weight.data)
+            # A table that has lost all rows has a shard too, by which its state is found.
+            shard = Shard(Rect(0, 0, *weight.shape), weight.data)
+            self.located = {"": replace(data, tiling=((shard.rect,),), shards=(shard,))}
             self.parameters = {"": weight}
             return
         collection = collection_of(module)

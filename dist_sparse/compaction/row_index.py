@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dist_sparse.checks import integer
 from dist_sparse.masking.masks import pack, unpack
 
 # Instead of a row: the id was removed.
@@ -25,6 +26,7 @@ REMOVED = -1
 # Instead of a row: the id is out of the range of its table.
 UNKNOWN = -2
 
+# Rows are counted in int32.
 _MOST_ROWS = 2**31 - 1
 
 
@@ -36,13 +38,6 @@ def check_ids(ids: Tensor) -> None:
     """
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"Invalid ids of dtype {ids.dtype}: must be int32 or int64.")
-
-
-def _refuse_rows(rows: int) -> None:
-    if not 0 <= rows <= _MOST_ROWS:
-        raise ValueError(
-            f"Invalid {rows=}: must be from 0 to {_MOST_ROWS}, because rows are counted in int32."
-        )
 
 
 def _num_words(rows: int) -> int:
@@ -125,7 +120,7 @@ class RowIndex(nn.Module):
 
     def __init__(self, words: Tensor, rows: int, default_row: bool = False) -> None:
         super().__init__()
-        _refuse_rows(rows)
+        integer("rows", rows, least=0, most=_MOST_ROWS)
         self.register_buffer("words", words)
         self.register_buffer("counts", torch.empty_like(words))
         self.register_buffer("constants", _constants(), persistent=False)
@@ -233,7 +228,7 @@ class RowIndexes(nn.Module):
         # For each table: its last row, its first word, and the row of removed ids.
         of_tables = []
         for number, (table, count) in enumerate(zip(tables, rows, strict=True)):
-            _refuse_rows(count)
+            integer("rows", count, least=0, most=_MOST_ROWS)
             last = max(count - 1, 0)
             if table is None:
                 # All rows are kept: -1, for no word to read, and no removed id.

@@ -33,6 +33,7 @@ from dist_sparse.text import (
     number_of,
     percent,
     printable,
+    short,
     size,
 )
 
@@ -114,7 +115,7 @@ class _Axes:
         self.low, self.high = _axis_range(chart.heights, chart.share)
         # How values are written: in tooltips, and beside the axis, where there is less room.
         self.text_of: Formatter = amount
-        self.mark_of: Formatter = _compact
+        self.mark_of: Formatter = short
         if chart.share:
             self.text_of = percent
             self.mark_of = _percent_tick
@@ -155,7 +156,7 @@ def _line_plot(chart: Chart) -> Plot:
     for step in ticks(axes.left, axes.right, 4):
         # There are no half steps.
         if step.is_integer():
-            below.append((axes.percent_of(step), _compact(step)))
+            below.append((axes.percent_of(step), short(step)))
     marks, shapes = axes.grid()
     # Later shapes cover earlier ones.
     for line in sorted(chart.lines, key=lambda line: _LAYERS.index(line.role)):
@@ -305,15 +306,6 @@ def _axis_range(values: Sequence[float], share: bool) -> tuple[float, float]:
 
 def _percent_tick(value: float) -> str:
     return f"{100 * value:.4g}%"
-
-
-def _compact(value: float) -> str:
-    """Return ``625``, ``1.5M``."""
-    for prefix, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        # Numbers below 10,000 are written out.
-        if abs(value) >= max(unit, 1e4):
-            return f"{value / unit:.4g}{prefix}"
-    return f"{value:.4g}"
 
 
 _FOLDER = Path(__file__).parent

@@ -22,7 +22,6 @@ from dist_sparse.report.run import ArtifactBytes, Run, flat, share_of, sparsity_
 from dist_sparse.text import (
     block_shape_text,
     count,
-    mib,
     number_of,
     percent,
     printable,
@@ -82,8 +81,8 @@ _TABLE_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "target": ("target", percent),
     "sparsity": ("sparsity", percent),
     "dead rows": ("dead_rows", count),
-    "MiB": ("bytes_dense", mib),
-    "kept MiB": ("bytes_kept", mib),
+    "bytes": ("bytes_dense", size),
+    "kept": ("bytes_kept", size),
 }
 
 
@@ -397,7 +396,7 @@ def _table_text(run: Run) -> list[str]:
     rows = [cells_of(table, _TABLE_COLUMNS) for table in known["tables"]]
     # Tables without a sparsifier have known bytes only.
     if run.other_tables:
-        taken = mib(sum(run.other_tables.values()))
+        taken = size(sum(run.other_tables.values()))
         name = f"{number_of(len(run.other_tables), 'other')}, dense"
         rows.append([name, "", "", "", "", "", taken, taken])
     sums = cells_of(

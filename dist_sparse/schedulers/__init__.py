@@ -344,10 +344,7 @@ class CurveDataScheduler(ReadyDataScheduler):
                 )
             return checked
         if checked >= 1 and self.curve is curves.exponential:
-            raise ValueError(
-                f"Invalid {what}={value!r}: must be < 1, because equal fractions of the rest never"
-                " remove everything."
-            )
+            raise ValueError(f"Invalid {what}={value!r}: must be < 1 on the exponential curve.")
         return checked
 
     def _facts(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,12 +104,8 @@ class SlotIndex(nn.Module):
 
     def __init__(self, rows: int, slots: int, ids: Tensor | Sequence[int] = ()) -> None:
         super().__init__()
-        if not 1 <= rows <= MOST_IDS:
-            raise ValueError(
-                f"Invalid number of ids, {rows}: a following table has from 1 to {MOST_IDS}."
-            )
         self.table = ""
-        self.rows = rows
+        self.rows = checks.integer("num_embeddings", rows, least=1, most=MOST_IDS)
         self.stored = slots
         self.hashed = rows > MOST_COUNTED
         dtype = torch.int64 if self.hashed else torch.int32
@@ -342,7 +338,8 @@ class FollowingIds(CompactIds):
         self._batches = []
         self._num_copied = 0
         for table, looked_up in parts.items():
-            self._counted[table].append(self._count_distinct(table, torch.cat(looked_up)))
+            # int64: the number of rows may not fit the dtype of ids.
+            self._counted[table].append(self._count_distinct(table, torch.cat(looked_up).long()))
 
     def take_counts(self, table: str) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of a table that training has looked up on this rank since the
@@ -492,7 +489,7 @@ def _follow_collection(module: nn.Module, rows: Mapping[str, int]) -> Any:
         raise ValueError(f"Invalid rows={rows!r}: the collection has the tables {sorted(ids)}.")
     indexes = {}
     for name, count in rows.items():
-        checks.integer("rows", count, least=1, most=ids[name], of=name)
+        count = checks.integer("rows", count, least=1, most=ids[name], of=name)
         indexes[name] = SlotIndex(ids[name], count)
     return _build(configs, indexes, found)
 

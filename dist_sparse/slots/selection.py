@@ -268,7 +268,7 @@ def _check_counts(
     refuse(
         {
             f"{lacks} Load a state of other ranks by torch.distributed.checkpoint.": not fits,
-            f"Table {table!r}: the state has counts below 0.": (part < 0).any(),
+            f"Table {table!r}: the state has invalid counts.": ((part < 0) | (part > MOST)).any(),
         }
     )
 

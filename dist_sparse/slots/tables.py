@@ -37,6 +37,7 @@ from dist_sparse.slots.collections import (
     SlotIndex,
 )
 from dist_sparse.slots.selection import (
+    MOST,
     PROTECTED,
     CandidateCounts,
     LookupCounts,
@@ -47,7 +48,7 @@ from dist_sparse.slots.selection import (
     select_winners,
 )
 from dist_sparse.tables.modules import check_module, collection_of
-from dist_sparse.text import count, percent, table_lines
+from dist_sparse.text import percent, short, table_lines
 
 
 @dataclass(eq=False)
@@ -203,7 +204,8 @@ class FollowingTables:
 
     Args:
         model: a DistributedModelParallel with collections of :func:`~dist_sparse.following`.
-        optimizer: one or several optimizers that step tables without a fused optimizer.
+        optimizer: one or all optimizers that step tables without a fused optimizer; ``()`` if there
+            is none. New rows get fresh state.
         every: steps between updates.
         admit_after: lookups that an id needs before it gets a slot; with ``decay``, in today's
             weight.
@@ -221,7 +223,7 @@ class FollowingTables:
             log.
 
     Raises:
-        ValueError: an argument is invalid, or differs between ranks; the model has no following
+        ValueError: an argument is invalid, missing, or differs between ranks; the model has no following
             tables, or two of one name, or another FollowingTables. On every rank.
 
     Example::
@@ -248,7 +250,7 @@ class FollowingTables:
         with self._group.agreeing("FollowingTables()") as facts:
             self.every = checks.integer("every", every, least=1)
             self.admit_after = checks.integer("admit_after", admit_after, least=1)
-            checks.number("decay", decay, least=0.01, most=1)
+            decay = checks.number("decay", decay, least=0.01, most=1)
             self.seed = checks.integer("seed", seed)
             checks.integer("candidates", candidates, least=1, most=2**31)
             self._weight = Weight(decay)
@@ -261,9 +263,17 @@ class FollowingTables:
             self._tables = _find_tables(collections, protect_ids, candidates, self._group)
             # This raises now for tables that write() could not initialize later.
             for table in self._tables:
-                table.stored(self._steppers)
+                stored = table.stored(self._steppers)
+                is_plain = table.name not in stored.hyperparameters and stored.weights(table.name)
+                rule = f"Table {table.name!r}: no fused optimizer steps it; pass optimizer=."
+                checks.refuse({rule: is_plain and optimizer is None})
             facts.update(
-                every=every, admit_after=admit_after, decay=decay, seed=seed, **self._sizes()
+                every=every,
+                admit_after=admit_after,
+                decay=decay,
+                seed=seed,
+                protect_ids=[table.protected.tolist() for table in self._tables],
+                **self._sizes(),
             )
         self.steps = 0
         self.moved = {table.name: 0 for table in self._tables}
@@ -382,7 +392,8 @@ class FollowingTables:
             keys.append(table.ranking_keys(ids, True))
         # Newcomers below this bound can't win. Leaving them out keeps the selection small.
         bounds = admission_counts(slots, keys, self._group)
-        min_count = self.admit_after * self._weight.now
+        # No count is above MOST. More would not fit the int32 of counts.
+        min_count = min(self.admit_after * self._weight.now, MOST + 1)
         contests = []
         for table, ids, bound in zip(self._tables, holders, bounds, strict=True):
             # select_winners() needs ascending ids; holders come first before the sort.
@@ -491,8 +502,7 @@ class FollowingTables:
             cells += [self.moved[table.name], stats.lookups]
             missed = (stats.missed - stats.unseen, stats.unseen)
             shares = [percent(part / max(stats.lookups, 1)) for part in missed]
-            out = _short_number(stats.out_of_range)
-            lines.append((table.name, *map(_short_number, cells), *shares, out))
+            lines.append((table.name, *map(short, cells), *shares, short(stats.out_of_range)))
         return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 11)))])
 
     def __repr__(self) -> str:
@@ -566,10 +576,12 @@ def _protected_ids(index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
     # torch raises one of these for None, a set, text or uneven lists.
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         given = torch.as_tensor(ids)
-        distinct: Tensor = torch.unique(given)
-        fits = (distinct >= 0) & (distinct < index.rows) & (distinct == distinct.long())
-        if fits.all() and len(distinct) <= index.stored and given.dtype != torch.bool:
-            return distinct.long()
+        distinct = torch.unique(given)
+        # A narrow dtype can't hold the bound.
+        wide: Tensor = distinct.long()
+        fits = (wide >= 0) & (wide < index.rows) & (wide == distinct)
+        if fits.all() and len(wide) <= index.stored and given.dtype != torch.bool:
+            return wide
     raise ValueError(
         f"Invalid protect_ids of table {index.table!r}: must be at most {index.stored} distinct ids"
         f" (one slot each) in [0, {index.rows})."
@@ -579,11 +591,3 @@ def _protected_ids(index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
 def _require_dict(name: str, value: object) -> None:
     if not isinstance(value, Mapping):
         raise ValueError(f"Invalid {name} of type {type(value).__name__}: must be a dict.")
-
-
-def _short_number(value: int) -> str:
-    """Return a number in at most six characters: ``99,999``, ``1.1T``."""
-    if value < 100_000:
-        return count(value)
-    thousands = (len(str(value)) - 1) // 3
-    return f"{value / 1000**thousands:.4g}{'kMGTPE'[thousands - 1]}"

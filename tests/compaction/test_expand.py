@@ -181,6 +181,21 @@ def test_optimizer_state_starts_as_the_optimizer_has_it() -> None:
     assert torch.equal(found[kept], sums[kept]) and bool((found[~kept] == 0.5).all())
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_table_that_lost_all_rows(name: str) -> None:
+    net: Any = Net("sum")
+    optimizer = OPTIMIZERS[name](net)
+    with pytest.warns(UserWarning, match="level"):
+        sparse = sparsify(net, optimizer, level=1.0, end=0)
+    train_plain(net, optimizer, range(3))
+    sparse.step()
+    compact(net, sparse)
+    expand(net, optimizer=optimizer)
+    assert not net.bags.weight.any()
+    train_plain(net, optimizer, range(3))
+    assert net.bags.weight.any()
+
+
 def bags(**how: Any) -> nn.Module:
     tables = [
         EmbeddingBagConfig(

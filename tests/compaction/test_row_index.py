@@ -88,9 +88,9 @@ def test_composed() -> None:
 
 
 def test_rows_beyond_int32_are_refused() -> None:
-    with pytest.raises(ValueError, match="must be from 0 to 2147483647"):
+    with pytest.raises(ValueError, match=r"must be an int in \[0, 2147483647\]"):
         RowIndex(torch.zeros(1, dtype=torch.int32), 2**31)
-    with pytest.raises(ValueError, match="must be from 0 to 2147483647"):
+    with pytest.raises(ValueError, match=r"must be an int in \[0, 2147483647\]"):
         RowIndexes([None], [2**31], [0])
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torchrec import KeyedJaggedTensor
 
 from dist_sparse import FollowingTables
+from dist_sparse.slots.selection import MOST
 from tests.dist.plugin import on_ranks
 from tests.slots.models import SLOTS, Built, batch, build
 from tests.slots.oracle import holders
@@ -95,7 +99,8 @@ def test_bad_states_of_slots_are_refused(world: int, spread: int) -> None:
         refused(slots, bad, "must be a dict")
     if spread > 1:
         counts = state["counts"]["item"]
-        for bad in (counts.float(), counts[0], counts[:, 0], -counts, counts.flip(1)):
+        too_many = counts + torch.tensor([[0], [MOST + 1]])
+        for bad in (counts.float(), counts[0], counts[:, 0], -counts, counts.flip(1), too_many):
             refused(slots, {**state, "counts": {**state["counts"], "item": bad}}, "counts")
     slots.load_state_dict(state)
     train(built, slots, range(4, 8), world, spread)
@@ -132,3 +137,46 @@ def test_arguments() -> None:
     del slots
     # A model may be handed on.
     FollowingTables(built.model, built.optimizer)
+    narrow = torch.tensor([3], dtype=torch.uint8)
+    wide = build(1, "row_wise", spread=SPREAD)
+    FollowingTables(wide.model, wide.optimizer, protect_ids={"item": narrow})
+    many = FollowingTables(built.model, built.optimizer, decay=np.float32(0.5))
+    assert json.dumps(many.state_dict()["decay"]) == "0.5"
+
+
+@on_ranks(1)
+def test_plain_tables_need_their_optimizer() -> None:
+    """Its state of a row that changes hands must be reset."""
+    built = build(1, "data_parallel")
+    with pytest.raises(ValueError, match=r"Table '\w+': no fused optimizer steps it; pass optim"):
+        FollowingTables(built.model)
+    # There is none: the tables are frozen.
+    FollowingTables(built.model, ())
+
+
+@on_ranks(2)
+def test_protected_ids_must_be_the_same_on_all_ranks() -> None:
+    built = build(2, "row_wise")
+    ids = [40, 41] if torch.distributed.get_rank() else [3]
+    with pytest.raises(ValueError, match=r"protect_ids is \[\[\d.* on rank"):
+        FollowingTables(built.model, built.optimizer, protect_ids={"item": ids})
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("spread", [1, SPREAD])
+def test_no_id_has_more_lookups_than_counts_can_hold(spread: int) -> None:
+    for least in (2**31 - 1, 2**31, 2**40, 10**30):
+        built = build(1, "row_wise", spread=spread)
+        slots = FollowingTables(built.model, built.optimizer, every=1, admit_after=least)
+        train(built, slots, range(2), 1, spread)
+        assert slots.moved == dict.fromkeys(SLOTS, 0)
+
+
+@on_ranks(1)
+def test_int32_ids_of_a_table_that_is_larger() -> None:
+    built = build(1, "row_wise", spread=SPREAD)
+    slots = FollowingTables(built.model, built.optimizer, every=1)
+    wide = batch(0, 1)
+    built.model(KeyedJaggedTensor(wide.keys(), wide.values().int(), lengths=wide.lengths()))
+    slots.step()
+    assert min(slots.moved.values()) > 2
