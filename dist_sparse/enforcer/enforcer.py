@@ -297,7 +297,7 @@ class MaskEnforcer(Enforcer):
             raise ValueError(
                 f"Tables {sorted(kept)} can't be rotated: their optimizer keeps element-wise state"
                 ' in the old basis. Pass optimizer_state="reset", or use SGD or a row-wise'
-                " optimizer, whose state stays valid."
+                " optimizer."
             )
 
     def after_rotation(self, names: Collection[str]) -> None:

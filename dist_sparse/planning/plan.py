@@ -251,8 +251,7 @@ Fitting = Mapping[tuple[str, str], Choice]
 _WHY_NARROW = {
     "columns": (
         "Rotated columns that are removed during training, or smaller dense tables: which is better"
-        " depends on the interactions per item, the passes over the data and the compute"
-        " (docs/planning.md). Measure both, in int8 and int4."
+        " depends on the data and the compute (docs/planning.md). Measure both, in int8 and int4."
     ),
     "small": (
         "Train smaller dense tables: removing weights afterwards was no better, except rotated"
@@ -266,9 +265,8 @@ _WHY_NARROW = {
 _NO_GAIN_FROM = 40
 
 _WHY_HEADERLESS = (
-    "In rows this short, the 4 bytes of scale and bias are a large share. int4 by column and codes"
-    " have neither. They gained on Gowalla; on data sets where models overfit, fewer columns win."
-    " Measure them too."
+    "In rows this short, the 4 bytes of scale and bias are a large share; int4 by column and codes"
+    " have neither. Where models overfit, fewer columns win. Measure them too."
 )
 _WHY_INT8 = "int8{} changed AUC by less than 0.0001 wherever it was measured. Remove no other rows."
 _WHY_INT4 = (

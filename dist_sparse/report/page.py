@@ -203,20 +203,25 @@ def _dot_plot(chart: Chart) -> Plot:
             below.append((axes.percent_of(tick), text))
     marks, shapes = axes.grid()
     legend, spots, texts = list[tuple[str, str]](), list[dict[str, Any]](), list[str]()
-    for place, line in enumerate(chart.lines):
+    for line in chart.lines:
         look = _css_class(line)
         legend.append((look, line.name))
         shapes.append((f"{look} joined", _path(line, axes)))
-        dots = zip(line.labels, line.places, line.heights, strict=True)
-        for number, (label, taken, auc) in enumerate(dots):
+        for label, taken, auc in zip(line.labels, line.places, line.heights, strict=True):
             x, y = axes.x_of(taken), axes.y_of(auc)
             # A line of no length is a dot: its ends are round.
             shapes.append((f"{look} dot", f"M{x} {y}h0"))
             tip = f"{line.name}, {label}", f"{size(taken)}, AUC {auc:.4f}"
-            spot = {"left": axes.percent_of(taken), "top": 100 * y / HEIGHT, "label": label}
-            # Labels alternate above and below, so that those of neighbors do not overlap.
-            spots.append(spot | {"text": tip, "under": (place + number) % 2 == 1})
+            left, top = axes.percent_of(taken), 100 * y / HEIGHT
+            spots.append({"left": left, "top": top, "label": label, "text": tip})
             texts.append(": ".join(tip))
+    drawn: list[Any] = []
+    # From the top: a label is above its dot, unless a dot or a label that is drawn is there.
+    for spot in sorted(spots, key=lambda each: each["top"]):
+        left, top = spot["left"], spot["top"]
+        under = any(max(abs(x - left) / 4, abs(y - top + 9) / 9) < 1 for x, y in drawn)
+        spot["under"] = under
+        drawn += [(left, top), (left, top + 18 * under - 9)]
     return Plot(
         caption=f"{chart.title}: {'; '.join(texts)}",
         shapes=shapes,

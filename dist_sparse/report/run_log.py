@@ -405,8 +405,8 @@ def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
     )
     refuse(
         {
-            "Another RunLog, or a recorder, records this sparsifier: close that log, or call"
-            " stop_recording(), first.": sparsifier and sparsifier.masks.recorder is not None,
+            "Another RunLog or recorder has this sparsifier: close that log, or call"
+            " stop_recording().": sparsifier and sparsifier.masks.recorder is not None,
             "Another RunLog logs these following tables: close that log first.": (
                 slots.updates is not None
             ),

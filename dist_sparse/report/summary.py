@@ -62,8 +62,11 @@ def _config_text(changed: Mapping[str, Any]) -> str:
     return printable(", ".join(texts))
 
 
-# Columns of a comparison by their heads: the key in a row of `compare`, and the value as text.
-COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+# Columns of a table by their heads: the key of a value in a row, and the value as text.
+_Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
+
+# Of a comparison, whose rows are those of `compare`.
+COLUMNS: _Columns = {
     "run": ("name", str),
     "kept": ("share", percent),
     "AUC": ("auc", "{:.4f}".format),
@@ -74,7 +77,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "changed": ("changed", _config_text),
 }
 
-_TABLE_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+_TABLE_COLUMNS: _Columns = {
     "table": ("name", str),
     "shape": ("shape", shape_text),
     "block": ("sparse_block_shape", block_shape_text),
@@ -90,7 +93,7 @@ _TABLE_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 _MISSING = {"delta": ""}
 
 
-def cells_of(row: Mapping[str, Any], columns: Mapping[str, Any] = COLUMNS) -> list[str]:
+def cells_of(row: Mapping[str, Any], columns: _Columns = COLUMNS) -> list[str]:
     """Return the cells of a row as text."""
     cells = []
     for key, text_of in columns.values():

@@ -223,8 +223,8 @@ class FollowingTables:
             log.
 
     Raises:
-        ValueError: an argument is invalid, missing, or differs between ranks; the model has no following
-            tables, or two of one name, or another FollowingTables. On every rank.
+        ValueError: an argument is invalid, missing, or differs between ranks; the model has no
+            following tables, or two of one name, or another FollowingTables. On every rank.
 
     Example::
 
@@ -264,9 +264,11 @@ class FollowingTables:
             # This raises now for tables that write() could not initialize later.
             for table in self._tables:
                 stored = table.stored(self._steppers)
-                is_plain = table.name not in stored.hyperparameters and stored.weights(table.name)
+                is_plain = {table.name} - stored.hyperparameters.keys()
                 rule = f"Table {table.name!r}: no fused optimizer steps it; pass optimizer=."
-                checks.refuse({rule: is_plain and optimizer is None})
+                checks.refuse(
+                    {rule: all([is_plain, stored.weights(table.name), optimizer is None])}
+                )
             facts.update(
                 every=every,
                 admit_after=admit_after,

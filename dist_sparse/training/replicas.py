@@ -54,7 +54,7 @@ def replicas_of(located: Located) -> list[str]:
         place, ranks = next(iter(facts.drifted.items()))
         rule = (
             f"They differ between ranks (rank 0's {place} is not that of {ranks_text(ranks)}): "
-            "each rank trains and prunes a model of its own, with masks of its own."
+            "each rank trains and prunes its own model."
         )
     warn_on_first_rank(
         f"The tables {cut(', '.join(names), 100)} are in no DistributedDataParallel and no"

@@ -191,10 +191,11 @@ def test_labels_of_neighbors_are_apart() -> None:
     lines = [
         Line(name="upper", labels=both, points=((8000, 0.710), (1000, 0.710))),
         Line(name="lower", role="other", labels=both, points=((8000, 0.709), (1000, 0.709))),
+        Line(name="last", role="other", labels=both, points=((8000, 0.695), (2000, 0.695))),
     ]
     plot = plot_of(Chart(key="auc_over_bytes", title="", note="", lines=lines, dots=True))
     assert plot is not None
-    assert [spot["under"] for spot in plot.spots] == [False, True, True, False]
+    assert [spot["under"] for spot in plot.spots] == [False, False, True, True, False, False]
 
 
 def test_a_run_has_one_color_on_the_page(tmp_path: Path) -> None:
@@ -256,17 +257,6 @@ def test_the_verdict_names_the_smallest_that_is_as_good(tmp_path: Path) -> None:
     assert said in html.unescape(page(read_run(tmp_path / "run"), []))
     assert numbers(read_run(tmp_path / "run"))["verdict"] == said
     assert verdict(run.compared["dense"]) == "", "alone, it is compared with nothing"
-
-
-def test_each_card_names_its_run(tmp_path: Path) -> None:
-    """The verdict may advise another one."""
-    log(tmp_path / "run", level=0.9, auc=0.7, name="pruned")
-    log(tmp_path / "run" / "dense", auc=0.75)
-    run = read_run(tmp_path / "run")
-    cards = re.findall(r'<div class="head"><dt>([^<]*)(?: <b>([^<]*)</b>)?</dt>', page(run, []))
-    assert len(cards) > 3 and {name for _, name in cards} == {"pruned"}
-    alone = page(run.compared["dense"], [])
-    assert '<div class="head"><dt>Bytes kept</dt>' in alone
 
 
 def test_the_comparison_comes_before_the_run(tmp_path: Path) -> None:

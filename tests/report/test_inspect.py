@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from torch import nn
@@ -17,8 +18,9 @@ from tests.report.test_run_log import train
 
 
 def cells(text: str, first: str) -> list[str]:
-    """Return the words of the line that starts with ``first``."""
-    return next(line.split() for line in text.splitlines() if line.startswith(first))
+    """Return the cells of the line that starts with ``first``."""
+    line = next(line for line in text.splitlines() if line.startswith(first))
+    return re.split("  +", line)
 
 
 def test_a_run_that_has_ended(tmp_path: Path) -> None:
@@ -29,8 +31,8 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
     head = f"{tmp_path / 'run'}: started {run.started} on 1 rank; dist_sparse "
     assert head in " ".join(text.split())
     assert "The run ended at step 8." in text
-    known = ["50.0%", "50.0%", "10", "0.000", "0.000"]
-    assert cells(text, stats.name) == [stats.name, "20", "x", "4", "row", *known]
+    known = ["50.0%", "50.0%", "10", "320 B", "160 B"]
+    assert cells(text, stats.name) == [stats.name, "20 x 4", "row", *known]
     assert cells(text, "all") == ["all", "-", "-", *known]
     assert max(map(len, text.splitlines()[1:])) <= 80
     assert "mask updates: 3\nlookups of removed rows: 50.0%\n" in text

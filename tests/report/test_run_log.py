@@ -212,7 +212,7 @@ def test_a_log_has_no_steps_of_another(tmp_path: Path) -> None:
     assert sparsifier.masks.recorder is None, "nothing would read its counts"
     sparsifier.step()
     with RunLog(tmp_path / "run", sparsifier) as log:
-        with pytest.raises(ValueError, match="records this sparsifier: close that log"):
+        with pytest.raises(ValueError, match="has this sparsifier: close that log"):
             RunLog(tmp_path / "second", sparsifier)
         for step in range(2):
             sparsifier.step()
