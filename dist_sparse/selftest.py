@@ -400,8 +400,8 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
     usual = {"cuda": max(gpus, 1), "cpu": 2}[device]
     world = checks.integer("nproc", usual if nproc is None else nproc, least=1)
     if device == "cuda" and gpus < world:
-        processes = number_of(world, "process", "processes")
-        raise ValueError(f"Invalid {device=} for {processes}: torch finds {gpus} GPUs here.")
+        ranks = number_of(world, "rank")
+        raise ValueError(f"Invalid {device=} for {ranks}: torch finds {gpus} GPUs here.")
     outcomes: list[Json] = []
     while left := list(CHECKS)[len(outcomes) :]:
         outcomes += _attempt(device, world, left, progress)
@@ -427,7 +427,7 @@ def as_text(results: Json) -> str:
         text = printable(f"{outcome['says']} ({duration(outcome['seconds'])})")
         rows.append((outcome["check"], outcome["status"], text))
         by_status[outcome["status"]].append(outcome["check"])
-    where = f"on {results['device']}, {number_of(results['nproc'], 'process', 'processes')}"
+    where = f"on {results['device']}, {number_of(results['nproc'], 'rank')}"
     skipped = len(by_status["not run"])
     verdict = f"As it should be {where}; {skipped} of {len(rows)} checks not run."
     if wrong := [*by_status["differs"], *by_status["failed"]]:

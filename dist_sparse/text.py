@@ -184,9 +184,9 @@ def short(value: float) -> str:
     return f"{value:,.4g}"
 
 
-def number_of(value: int, noun: str, nouns: str | None = None) -> str:
-    """Return ``1 table`` or ``1,200 tables``; ``nouns`` is an irregular plural."""
-    return f"{count(value)} {noun if value == 1 else nouns or noun + 's'}"
+def number_of(value: int, noun: str) -> str:
+    """Return ``1 table`` or ``1,200 tables``."""
+    return f"{count(value)} {noun if value == 1 else noun + 's'}"
 
 
 def level_text(level: float | str) -> str:

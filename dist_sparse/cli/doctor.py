@@ -42,9 +42,7 @@ print(json.dumps({"gpus": gpus, "cuda": torch.version.cuda}))
 
 LOOKUP = """
 import dist_sparse.torchrec.port, torch, torchrec
-config = torchrec.EmbeddingBagConfig(
-    name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"]
-)
+config = torchrec.EmbeddingBagConfig(4, 4, name="t", feature_names=["f"])
 ids = torchrec.KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 3]), torch.tensor([2]))
 torchrec.EmbeddingBagCollection(tables=[config])(ids)
 """

@@ -478,7 +478,6 @@ Changes nothing.
         """\
   dist-sparse selftest
   dist-sparse selftest --device cuda --out selftest.json
-  dist-sparse selftest --device cpu --nproc 4
 
 Compares masks and weights of small models, and measures mask updates. Takes up
 to ten minutes on GPUs, two on a CPU.

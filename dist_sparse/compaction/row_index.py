@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import integer
+from dist_sparse.checks import integer, refuse
 from dist_sparse.masking.masks import pack, unpack
 
 # Instead of a row: the id was removed.
@@ -36,8 +36,8 @@ def check_ids(ids: Tensor) -> None:
     Raises:
         ValueError: they are not int32 or int64.
     """
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"Invalid ids of dtype {ids.dtype}: must be int32 or int64.")
+    rule = f"Invalid ids of dtype {ids.dtype}: must be int32 or int64."
+    refuse({rule: ids.dtype not in (torch.int32, torch.int64)})
 
 
 def _num_words(rows: int) -> int:

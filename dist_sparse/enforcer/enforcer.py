@@ -488,8 +488,9 @@ class MaskEnforcer(Enforcer):
         self._hooks.remove()
 
     def _before_read(self) -> None:
-        """Clean loaded weights. Not in the load itself: masks may be loaded after the weights."""
-        if self._loaded:
+        """Clean loaded weights. Not in the load itself: masks may be loaded after the weights. Not
+        before the next forward finds tables that have moved."""
+        if self._loaded and not self._resharded():
             self._clean_loaded()
 
     @timed
@@ -579,6 +580,5 @@ def _check_not_compiled(
         if compiled is not None and not holding.isdisjoint(module.modules()):
             raise ValueError(
                 f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run inside"
-                " torch.compile, so removed weights would come back unseen. Attach to the model"
-                " that is not compiled."
+                " torch.compile. Attach to the model that is not compiled."
             )

@@ -25,7 +25,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +114,10 @@ class StreamOrder:
         return stream
 
 
+# The attached hooks of each kernel: enforcers of different tables may share one.
+_hooks_of: WeakKeyDictionary[nn.Module, WeakSet[TableBatchHooks]] = WeakKeyDictionary()
+
+
 class TableBatchHooks:
     """Hooks on one FBGEMM kernel, which looks up a batch of tables.
 
@@ -165,6 +171,7 @@ class TableBatchHooks:
         self._sampled = SampledLookups(self._features)
         # For each reader, such as "scores", the rows written since it last cleared its record.
         self._records: dict[str, dict[int, RowFlags]] = {}
+        self._siblings = _hooks_of.setdefault(self.module, WeakSet())
         self._has_cached = False
         # KeyedJaggedTensors of the last forward: as requested, and as passed on to the kernel.
         self._last_features: tuple[Any, Any] = (None, None)
@@ -172,6 +179,7 @@ class TableBatchHooks:
 
     def hook(self) -> None:
         """Attach the hooks on lookups and on their backwards."""
+        self._siblings.add(self)
         self._hooks.add(
             self.module.register_forward_pre_hook(Hook(self._before_lookup)),
             self.module.register_forward_hook(Hook(self._after_lookup)),
@@ -187,6 +195,7 @@ class TableBatchHooks:
     def unhook(self) -> None:
         """Remove the hooks. Backwards of earlier lookups are still recorded."""
         self._hooks.remove()
+        self._siblings.discard(self)
 
     def moved_to(self, places: Mapping[int, Place]) -> None:
         """Read the masks from other places from now on; dirty rows stay dirty."""
@@ -205,7 +214,9 @@ class TableBatchHooks:
         self._begin_write()
         self._zeroed.clean_all()
         self._order.after_write()
-        self._records.clear()
+        # Other enforcers do not see what is written through `.data`.
+        for hooks in self._siblings:
+            hooks._records.clear()
 
     def masks_updated(self) -> None:
         """Have lookups on other streams wait for the mask update that ends here."""
@@ -228,7 +239,8 @@ class TableBatchHooks:
         reader's first call, or its first after an untracked write, starts with all rows."""
         if not self._knows_writes:
             return
-        self._refresh()
+        for hooks in self._siblings:
+            hooks._refresh()
         if reader == "scores":
             weights = {
                 table: slot.weight
@@ -299,7 +311,7 @@ class TableBatchHooks:
             held[table] = self._store.table(name).shards[number]
             self._slots[table] = Slot(views[table].data, held[table].mask)
         # The mask update has zeroed newly removed rows: their scores have changed.
-        for record in self._records.values():
+        for record in chain(*(hooks._records.values() for hooks in self._siblings)):
             add_pruned(record, before, self._slots)
         self._counted.use(held)
         self._sampled.use(held)

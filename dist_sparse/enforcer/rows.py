@@ -396,8 +396,8 @@ def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> No
     """Add the rows that a mask update has zeroed: rows with blocks that the masks before keep and
     the masks after remove."""
     # Nothing is added for blocks that come back: their weights are still 0, and scored as 0.
-    # Unregistered tables have flags and no masks.
-    for table in flags.keys() & after.keys():
+    # Unregistered tables have flags and no masks. New ones had none: they are cleaned as a whole.
+    for table in flags.keys() & after.keys() & before.keys():
         rows, old, new = flags[table], before[table], after[table]
         was = old.weight.data_ptr(), old.mask.block
         now = new.weight.data_ptr(), new.mask.block

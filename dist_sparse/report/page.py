@@ -118,7 +118,7 @@ class _Axes:
         self.mark_of: Formatter = short
         if chart.share:
             self.text_of = percent
-            self.mark_of = _percent_tick
+            self.mark_of = lambda share: f"{100 * share:.4g}%"
 
     def x_of(self, value: float) -> float:
         # One decimal is a quarter of a pixel on a wide page, and keeps paths short.
@@ -307,10 +307,6 @@ def _axis_range(values: Sequence[float], share: bool) -> tuple[float, float]:
     if room <= 1e-9 * max(abs(low), abs(high)):
         room = 0.05 * (abs(low) or 1.0)
     return low - room, high + room
-
-
-def _percent_tick(value: float) -> str:
-    return f"{100 * value:.4g}%"
 
 
 _FOLDER = Path(__file__).parent

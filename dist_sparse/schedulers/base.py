@@ -256,8 +256,7 @@ class BaseDataScheduler:
         warn_on_first_rank(
             f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is"
             f" {by_rank[rank][name]!r} on rank {rank} and {used[name]!r} on rank {first}, whose"
-            " values are used on all ranks. Overruled, from now on without a warning:"
-            f" {ranks_text(overruled)}.",
+            f" values are used on all ranks. Overruled: {ranks_text(overruled)}.",
             stacklevel=5,
         )
 

@@ -408,7 +408,8 @@ class _Changes:
         self._replaced = {
             key: whole[key]
             for key, tensor in before.whole.items()
-            if not torch.equal(whole[key], tensor)
+            # torch.equal() would not see the sign of a zero.
+            if checksum(whole[key]) != checksum(tensor)
         }
         self._added = 0
         # torch.cat() refuses an empty list.

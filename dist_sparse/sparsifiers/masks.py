@@ -302,18 +302,10 @@ class LastUpdate:
             ]
         self.before = masks.tables.snapshot()
 
-    def check(self, located: Located) -> None:
-        """Refuse to undo an update of tables that are stored elsewhere by now.
-
-        Raises:
-            ValueError: names them.
-        """
-        moved = [name for name, one in self.before.items() if located[name].tiling != one.tiling]
-        if moved:
-            raise ValueError(
-                f"Tables {moved} have moved: the last mask update can't be undone."
-                " Call guard() before a reshard."
-            )
+    def forget_moved(self, located: Located) -> None:
+        """Release what is kept, if tables are stored elsewhere by now."""
+        if any(located[name].tiling != one.tiling for name, one in self.before.items()):
+            self.forget()
 
     @torch.no_grad()
     def undo(self, masks: Masks, located: Located) -> None:

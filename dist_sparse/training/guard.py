@@ -85,8 +85,7 @@ class GuardState:
 
 
 def _flag(name: str, value: object) -> None:
-    if value is not True:
-        raise ValueError(f"Invalid {name}={value!r}: must be a bool.")
+    checks.refuse({f"Invalid {name}={value!r}: must be a bool.": value is not True})
 
 
 # The check of each saved value that differs from a new `GuardState`'s.
@@ -165,8 +164,8 @@ class Guard:
         """Return the metric of a validation, checked. Changes nothing.
 
         Raises:
-            ValueError: it is not finite, or of another mode than before, weights were removed
-                before the first validation, or the last update can't be undone.
+            ValueError: it is not finite, or of another mode than before, or weights were removed
+                before the first validation.
         """
         # squeeze(): a metric of shape (1,) is one number too. Reading it waits for the device.
         if isinstance(metric, Tensor):
@@ -195,7 +194,7 @@ class Guard:
                 ),
             }
         )
-        self._last.check(masks.tables.locate())
+        self._last.forget_moved(masks.tables.locate())
         return float(value)
 
     def accept_or_undo(self, metric: float, tolerance: float, mode: Mode) -> GuardCheck:
@@ -224,9 +223,8 @@ class Guard:
             state.pending = None
             state.waiting = False
         else:
-            undone = pending
             state.undone = pending
-            self._stop()
+            undone = self._stop()
         # last_epoch counts the steps taken; steps count from 0.
         step = max(self._scheduler.last_epoch - 1, 0)
         return GuardCheck(step=step, metric=metric, best=best, holds=holds, undone=undone)
@@ -237,28 +235,32 @@ class Guard:
         pending."""
         return self.state.pending is None or bool(self._last.before)
 
-    def _stop(self) -> None:
-        """Undo the pending update, and end the schedule at the level of the one before."""
+    def _stop(self) -> int | None:
+        """Undo the pending update, and end the schedule at the level of the one before. Return the
+        step of the update that is undone."""
+        undone = None
         state = self.state
         masks = self._sparsifier.masks
         scheduler = self._scheduler
         # check() has refused other schedulers: only a curve has a level to stop at.
         assert isinstance(scheduler, CurveDataScheduler)
         if self.can_undo:
+            undone = state.pending
             self._last.undo(masks, masks.tables.locate())
             scheduler.stop_at(state.accepted)
         else:
             scheduler.stop_at(state.pending)
             warn_on_first_rank(
                 f"The metric fell after the mask update at step {state.pending}, which can't be"
-                " undone: weights or a state from before its validation were loaded. The level"
-                " stays; no update follows. Save states after guard().",
+                " undone: weights or a state were loaded, or tables have moved. The level"
+                " stays; no update follows.",
                 stacklevel=4,
             )
         state.pending = None
         state.waiting = False
         state.owed = False
         masks.undo = None
+        return undone
 
 
 # State of a `SparseTraining`: every part is checked and agreed on by all ranks before any is

@@ -76,8 +76,7 @@ def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> 
         # They were replicas when sparsify() was called: with this text, a difference is an error.
         facts.drift_error = (
             "Replicas have drifted from rank 0's: {places}. Nothing was changed. Call sparsify() on"
-            " a DistributedDataParallel. Models that are meant to differ must differ when"
-            " sparsify() is called."
+            " a DistributedDataParallel."
         )
         # A batch may have written removed weights on one rank only: zeroed before hashing.
         sparsifier.masks.hooks.settle()

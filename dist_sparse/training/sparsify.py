@@ -187,7 +187,7 @@ class SparseTraining:
 
         Raises:
             ValueError: an argument is invalid or differs between ranks, weights were removed before
-                the first call, tables have moved since the last update, the schedule has no final
+                the first call, the schedule has no final
                 level, updates rotate tables, or counts decay. On every rank; nothing has changed.
             RuntimeError: it is detached.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.dist.cells import build, gathered
 from tests.dist.enforcing import optimizer_of, trained_cells
 from tests.dist.plugin import on_ranks
 from tests.dist.test_importance import RowWiseAdagrad, learn, totals
+from tests.dist.test_reshard import moves, reshard
 
 pytestmark = pytest.mark.dist
 
@@ -78,6 +80,30 @@ def test_a_run_that_was_undone_is_one_that_stopped_by_hand(
     for key, value in one.items():
         same = torch.equal(value, other[key]) if isinstance(value, Tensor) else value == other[key]
         assert same, key
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("metric", [0.75, 0.7])
+def test_tables_that_move_before_the_validation(metric: float) -> None:
+    """Their update stays: it can't be undone where the weights are no more."""
+    cell, moved = moves(2)["table_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparse = sparsify(model, optimizer, **PLAN)
+    sparse.guard(0.75)
+    for step in range(2):
+        learn(model, optimizer, cell, step)
+        sparse.step()
+    level = sparse.sparsity
+    reshard(model, moved, 2)
+    holds = metric == 0.75
+    warns = not holds and dist.get_rank() == 0
+    warning = pytest.warns(UserWarning, match="tables have moved")
+    with warning if warns else contextlib.nullcontext():
+        assert sparse.guard(metric) == holds
+    assert sparse.sparsity == level and sparse.finished == (not holds)
+    learn(model, optimizer, cell, 2)
+    sparse.detach()
 
 
 @on_ranks(2)

@@ -38,7 +38,7 @@ def test_on_this_cpu(nproc: int, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
-    processes = ["1 process", "2 processes"][nproc - 1]
+    processes = ["1 rank", "2 ranks"][nproc - 1]
     assert done.stdout.startswith(f"As it should be on cpu, {processes}; 4 of 9 checks not run.")
     found = json.loads(out.read_text())
     assert found["passed"] and found["device"] == "cpu" and found["nproc"] == nproc
@@ -88,7 +88,7 @@ def test_differences_errors_and_lost_processes(
     assert set(status.values()) == {("ok", "right")}
     assert not found["passed"]
     assert selftest.as_text(found).startswith(
-        "Not as it should be on cpu, 2 processes: masks, ordinary steps, float16."
+        "Not as it should be on cpu, 2 ranks: masks, ordinary steps, float16."
     )
 
 
@@ -106,7 +106,7 @@ def test_exit_status_and_output(
     found = results(right)
     monkeypatch.setattr(selftest, "selftest", lambda device, nproc, progress: found)
     assert main(["selftest"]) == 0
-    assert "As it should be on cuda, 1 process; 0 of 1 checks" in capsys.readouterr().out
+    assert "As it should be on cuda, 1 rank; 0 of 1 checks" in capsys.readouterr().out
     found = results(right, wrong)
     assert main(["selftest", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == found

@@ -398,6 +398,36 @@ def test_tables_that_are_not_sparsified(world: int, tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+@pytest.mark.parametrize("undoes", [False, True])
+def test_another_sparsifier_on_the_same_tables_of_a_kernel(undoes: bool, tmp_path: Path) -> None:
+    """It zeroes rows, and brings rows back, that only the first one notes."""
+    cell = trained_cells(1)["table_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    plan: Any = {"block": "row", "end": 8, "every": 1, "min_rows": 0, "schedule": "linear"}
+    mine = sparsify(model, optimizer, level=0.5, include="*user*", **plan)
+    other = sparsify(model, optimizer, level=0.8, include="*item*", **plan)
+    other.guard(0.75)
+    export(model, mine, tmp_path / "base")
+    export(model, mine, tmp_path / "1", since=tmp_path / "base")
+    learn(model, optimizer, cell, 0)
+    for _ in range(2):
+        other.step()
+        other.guard(0.75)
+    other.step()
+    if undoes:
+        export(model, mine, tmp_path / "2", since=[tmp_path / "base", tmp_path / "1"])
+        assert not other.guard(0.5)
+    folders = sorted(tmp_path.iterdir(), key=lambda folder: (folder.name != "base", folder.name))
+    export(model, mine, tmp_path / "last", since=folders)
+    export(model, mine, tmp_path / "full")
+    merge(*folders, tmp_path / "last", out=tmp_path / "merged")
+    assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
+    mine.detach()
+    other.detach()
+
+
+@on_ranks(1)
 def test_a_full_export_that_is_written_again(tmp_path: Path) -> None:
     """The next delta follows the second one."""
     cell = trained_cells(1)["row_wise"]

@@ -247,6 +247,7 @@ def test_weights_that_are_loaded_between_update_and_validation_stay() -> None:
     assert kept_bytes(sparse) == 0
     with pytest.warns(UserWarning, match="can't be undone: weights or a state"):
         assert not sparse.guard(0.7)
+    assert sparse.validations[-1].undone is None
     weight = next(iter(model.state_dict().values()))
     assert weight.unique().tolist() == [0.0, 2.0] and sparse.finished
     sparse.detach()
