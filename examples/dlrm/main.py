@@ -65,7 +65,7 @@ def main(options: argparse.Namespace) -> None:
     say(
         f"{dataset.name}: {len(dataset.train):,} examples to train, {len(dataset.test):,} to test\n"
         f"{len(rows)} tables with {sum(rows.values()):,} rows x {DIM}, sharding {options.sharding},"
-        f" {number_of(world, 'process', 'processes')}"
+        f" {number_of(world, 'rank')}"
     )
     settings = Settings(
         sharding=sharding_of(rows, options.sharding, world),

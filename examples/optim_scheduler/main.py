@@ -58,7 +58,7 @@ def main(options: argparse.Namespace) -> None:
         job.resume()
     say(
         f"{dataset.name}: {len(dataset.train)} examples to train, {len(dataset.test)} to test;"
-        f" {number_of(world, 'process', 'processes')}, updates {job.done + 1} to {job.updates} of"
+        f" {number_of(world, 'rank')}, updates {job.done + 1} to {job.updates} of"
         f" {options.accumulate} x {options.batch_size} examples"
     )
     say(f"  tables: {job.tables}\n  layers: {job.layers}")

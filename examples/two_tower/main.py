@@ -53,7 +53,7 @@ def main(options: argparse.Namespace) -> None:
     say(
         f"{options.data.name}: {data.users} users, {data.items} items, {len(data.user)}"
         f" interactions to train, {len(data.held_out['test'][0])} to test;"
-        f" {number_of(world, 'process', 'processes')}"
+        f" {number_of(world, 'rank')}"
     )
     wide = Settings(
         dim=options.dim,
