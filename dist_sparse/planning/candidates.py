@@ -27,7 +27,7 @@ from dist_sparse.text import percent
 BY_COLUMN = "int4 by column"
 
 # Dtypes of codes, and the columns that a code stands for. Tables that can't have codes are in int4.
-CODED = {"codes of 4": 4, "codes of 8": 8}
+CODED = {"codes of 2": 2, "codes of 4": 4, "codes of 8": 8}
 _WITHOUT_CODES = dict.fromkeys(CODED, "int4")
 
 # Names of tables that are rotated together, by group.
