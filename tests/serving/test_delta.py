@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import dist_sparse.codes.quantize as quantize_module
 from dist_sparse import DataNormSparsifier, export, load_served, quantize, sparsify
 from dist_sparse.cli.main import main
-from dist_sparse.serving import chain
+from dist_sparse.serving import chain, sources
 from dist_sparse.serving.artifact import open_artifact
 from dist_sparse.serving.chain import check_artifact, merge
 from dist_sparse.serving.served import ServedLookup
@@ -425,6 +426,19 @@ def test_another_sparsifier_on_the_same_tables_of_a_kernel(undoes: bool, tmp_pat
     assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
     mine.detach()
     other.detach()
+
+
+def test_a_tensor_whose_zero_changes_its_sign(tmp_path: Path) -> None:
+    """It is equal by value, and other bytes."""
+    model = nn.Sequential(nn.EmbeddingBag(10, 3, mode="sum"))
+    basis = torch.eye(3)
+    with mock.patch.object(sources, "bases_of_outputs", lambda module: {None: basis}):
+        export(model, None, tmp_path / "base")
+        basis[0, 1] = -0.0
+        export(model, None, tmp_path / "1", since=tmp_path / "base")
+        export(model, None, tmp_path / "full")
+    merge(tmp_path / "base", tmp_path / "1", out=tmp_path / "merged")
+    assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
 
 
 @on_ranks(1)
