@@ -75,7 +75,7 @@ _MOVED = {
     "OneShotDataScheduler": "schedulers",
     "OptimScheduler": "optim.scheduler",
     "ScoreSparsifier": "sparsifiers.score",
-    "following": "slots.collections",
+    "following": "compaction.following",
 }
 
 _SUBMODULES = {module.name for module in iter_modules(__path__)}

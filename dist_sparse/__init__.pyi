@@ -23,6 +23,7 @@ from dist_sparse.checkpoint.checkpoints import Checkpoints as Checkpoints
 from dist_sparse.codes.quantize import quantize as quantize
 from dist_sparse.compaction.compact import compact as compact
 from dist_sparse.compaction.compact import expand as expand
+from dist_sparse.compaction.following import following as following
 from dist_sparse.enforcer.enforcer import MaskEnforcer as MaskEnforcer
 from dist_sparse.optim.scheduler import ExponentDecayLr as ExponentDecayLr
 from dist_sparse.optim.scheduler import Noamlr as Noamlr
@@ -43,7 +44,6 @@ from dist_sparse.schedulers import OneShotDataScheduler as OneShotDataScheduler
 from dist_sparse.schedulers.base import BaseDataScheduler as BaseDataScheduler
 from dist_sparse.serving.export import export as export
 from dist_sparse.serving.served import load_served as load_served
-from dist_sparse.slots.collections import following as following
 from dist_sparse.slots.tables import FollowingTables as FollowingTables
 from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier as ImportanceSparsifier

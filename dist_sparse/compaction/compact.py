@@ -17,9 +17,16 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from dist_sparse.checks import choice, integer
+from dist_sparse.checks import choice, integer, refuse
 from dist_sparse.compaction.moving import kept_rows
-from dist_sparse.compaction.replacing import Change, Planner, Site, rebuild_of, sites_of
+from dist_sparse.compaction.replacing import (
+    Change,
+    EmbeddingSite,
+    Planner,
+    Site,
+    rebuild_of,
+    sites_of,
+)
 from dist_sparse.enforcer.dense import Optimizers
 from dist_sparse.enforcer.enforcer import MaskEnforcer, refuse_masked
 from dist_sparse.groups import world_group
@@ -37,6 +44,7 @@ def compact(
     optimizer: Optimizers | None = None,
     plan: Planner | None = None,
     removed: Literal["zero", "default_row"] = "zero",
+    follow: bool = False,
 ) -> nn.Module:
     """Return ``model`` with tables that store only kept rows or columns. Collective: every rank of
     the world must call it.
@@ -72,6 +80,8 @@ def compact(
         removed: ``"zero"``: removed ids give zeros. ``"default_row"``: all removed ids of a table
             share one row, which is 0 at first, is trained as any other, and is served. Measure it
             on validation data: it helps with ids seen in training, and can harm with new ones.
+        follow: rows of collections become slots, held by the kept ids, which
+            :class:`~dist_sparse.FollowingTables` gives to the most looked-up ids from then on.
 
     Raises:
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a
@@ -109,7 +119,7 @@ def compact(
             # An attached enforcer knows the optimizers.
             optimizer = getattr(masks.enforcer, "optimizers", None)
         rebuild = rebuild_of(model, "compact", optimizer, plan, world)
-        facts.update(rebuild.facts, removed=removed, tables=masks.tables.names)
+        facts.update(rebuild.facts, removed=removed, follow=follow, tables=masks.tables.names)
         if isinstance(sparse, SparseTraining):
             # Not in detach() below: where warnings are errors, this raises before any change.
             sparse.warn_of_early_end()
@@ -125,6 +135,8 @@ def compact(
         widths = _widths(sparsifier, stats, losing)
         changes = _plan_changes(model, sparsifier, losing, widths, kept)
         rebuild.refuse([change.site for change in changes], bool(widths), default_row)
+        if follow:
+            _refuse_to_follow(changes, default_row)
 
     # 2. Build. The old tables are still in place, so any failure leaves the model unchanged.
     with world.agreeing("compact(), building its tables"):
@@ -138,7 +150,25 @@ def compact(
         _detach(sparse, sparsifier)
 
     # replace() moves the rows, calls finish(), and then, 3., releases the old tables.
-    return rebuild.replace(changes, finish=finish)
+    result = rebuild.replace(changes, finish=finish)
+    if not follow:
+        return result
+    # Not at the top: this module imports TorchRec.
+    from dist_sparse.compaction.following import follow_compact
+
+    return follow_compact(result, [change.new for change in changes])
+
+
+def _refuse_to_follow(changes: Iterable[Change], default_row: bool) -> None:
+    """Refuse tables whose rows can't become slots."""
+    for change in changes:
+        rules = {
+            "is no table of a TorchRec collection": isinstance(change.site, EmbeddingSite),
+            "loses columns": change.widths,
+            "would have a default row": default_row,
+        }
+        label = change.site.label
+        refuse({f"{label} {rule}: it can't follow its traffic.": rules[rule] for rule in rules})
 
 
 def _widths(

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.checks import refuse
+from dist_sparse.compaction.following import VACANT
 from dist_sparse.groups import Group, Parcels
-from dist_sparse.slots.collections import VACANT
 from dist_sparse.tables.chunked import ChunkedTensor
 
 # Counts

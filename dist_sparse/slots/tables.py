@@ -25,17 +25,17 @@ from torch import Tensor, nn
 
 from dist_sparse import checks
 from dist_sparse.compaction.collections import initial_bounds
-from dist_sparse.compaction.moving import Steppers, StoredTables
-from dist_sparse.compaction.tables import draw_rows
-from dist_sparse.enforcer.dense import Optimizers
-from dist_sparse.groups import Group, world_group
-from dist_sparse.records import SlotChange, SlotUpdate
-from dist_sparse.slots.collections import (
+from dist_sparse.compaction.following import (
     FollowingCollection,
     FollowingIds,
     LookupStats,
     SlotIndex,
 )
+from dist_sparse.compaction.moving import Steppers, StoredTables
+from dist_sparse.compaction.tables import draw_rows
+from dist_sparse.enforcer.dense import Optimizers
+from dist_sparse.groups import Group, world_group
+from dist_sparse.records import SlotChange, SlotUpdate
 from dist_sparse.slots.selection import (
     MOST,
     PROTECTED,

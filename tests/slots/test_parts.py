@@ -12,8 +12,8 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from dist_sparse import FollowingTables, following
+from dist_sparse.compaction.following import SlotIndex
 from dist_sparse.groups import group_over
-from dist_sparse.slots.collections import SlotIndex
 from dist_sparse.slots.selection import MOST, LookupCounts, Weight, select_winners
 
 
@@ -95,7 +95,7 @@ def test_arguments_of_another_type() -> None:
     wrong: Any
     for wrong in (None, {}):
         with pytest.raises(ValueError, match=r"Invalid model of type \w+: must be a torch"):
-            following(wrong)
+            following(wrong, {"item": 3})
         with pytest.raises(ValueError, match=r"Invalid model of type \w+: must be a torch"):
             FollowingTables(wrong)
     for wrong in (3, ["item"], {}, {"user": 3}):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -26,7 +26,6 @@ from dist_sparse.compaction.collections import (
 )
 from dist_sparse.compaction.replacing import places_of, put
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex
-from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.tables.modules import check_module, collection_of
 from dist_sparse.tables.protocols import Collection
 from dist_sparse.torchrec.collections import KeyedJaggedTensor, collection, configs_of
@@ -89,7 +88,7 @@ class SlotIndex(nn.Module):
     Example::
 
         >>> import torch
-        >>> from dist_sparse.slots.collections import SlotIndex
+        >>> from dist_sparse.compaction.following import SlotIndex
         >>> index = SlotIndex(rows=10, slots=3, ids=torch.tensor([2, 5, 9]))
         >>> index.hand_over(leaving=torch.tensor([5]), coming=torch.tensor([0]))
         >>> index(torch.tensor([0, 2, 5, 9, 10]))  # 0 comes, 5 has left, 10 is out of range
@@ -424,33 +423,29 @@ class FollowingEmbeddingCollection(_Following, CompactEmbeddingCollection):
 FollowingCollection = FollowingEmbeddingBagCollection | FollowingEmbeddingCollection
 
 
-def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
-    """Return a collection, or a compact model, in which tables store fewer rows than they have ids,
-    and follow their traffic.
+def following(module: nn.Module, rows: Mapping[str, int]) -> Any:
+    """Return a collection whose tables store fewer rows than they have ids, and follow their
+    traffic. No table ever exists whole.
 
     A row of such a table is a slot, which one id holds. Ids without a slot read zeros, train
     nothing, and are counted. :class:`~dist_sparse.FollowingTables`, built from the sharded model,
-    gives the slots to the most looked-up ids at regular intervals. There are two ways to begin:
-
-    - ``following(collection, rows=...)`` before DistributedModelParallel, with a collection on the
-      meta device: no table ever exists whole, and no id holds a slot yet.
-    - ``following(compact(model, sparse))``: the slots are the rows that the compact tables store,
-      held by the ids that were kept, with their weights and optimizer state. No row moves.
+    gives the slots to the most looked-up ids at regular intervals; at first no id holds one.
+    :func:`compact(..., follow=True) <dist_sparse.compact>` makes such collections of tables that
+    are already trained.
 
     Args:
-        model: an EmbeddingBagCollection or EmbeddingCollection on the meta device, whose
-            ``num_embeddings`` counts ids; or what :func:`~dist_sparse.compact` returned.
-        rows: how many rows to store of each table, for a collection. Tables that are not listed
-            keep a row for each id.
+        module: an EmbeddingBagCollection or EmbeddingCollection on the meta device, whose
+            ``num_embeddings`` counts ids, before DistributedModelParallel.
+        rows: how many rows to store of each table. Tables that are not listed keep a row for each
+            id.
 
     Returns:
         A module that replaces the collection and takes the same ids; its ``inner`` is TorchRec's
-        collection of slots. Or ``model``, with such modules in it.
+        collection of slots.
 
     Raises:
-        ValueError: an argument is invalid; a collection is not on the meta device, or can't be
-            compacted (:func:`~dist_sparse.compact` says which can't); a model has no compact
-            collection, is sparsified again, or has default rows.
+        ValueError: an argument is invalid; the collection is not on the meta device, or can't be
+            compacted (:func:`~dist_sparse.compact` says which can't).
 
     Example::
 
@@ -465,13 +460,7 @@ def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
         >>> bags.inner.embedding_bags["item"].weight.shape
         torch.Size([1000000, 64])
     """
-    if rows is None:
-        return _follow_compact(model)
-    return _follow_collection(model, rows)
-
-
-def _follow_collection(module: nn.Module, rows: Mapping[str, int]) -> Any:
-    """Return a following collection in which no id holds a slot yet."""
+    check_module(module)
     found = collection(module)
     if found is None or found.is_sharded:
         raise ValueError(
@@ -482,7 +471,8 @@ def _follow_collection(module: nn.Module, rows: Mapping[str, int]) -> Any:
         raise ValueError(
             "The collection must be on the meta device: its tables have memory for all ids."
         )
-    _refuse_unsupported(module, module)
+    if reason := compact_refusal(module, module):
+        raise ValueError(f"This collection can't follow its traffic: {reason}.")
     configs = configs_of(module)
     ids = {config.name: config.num_embeddings for config in configs}
     if not (isinstance(rows, Mapping) and rows and rows.keys() <= ids.keys()):
@@ -494,50 +484,29 @@ def _follow_collection(module: nn.Module, rows: Mapping[str, int]) -> Any:
     return _build(configs, indexes, found)
 
 
-def _refuse_unsupported(model: nn.Module, inner: nn.Module) -> None:
-    """Refuse collections that compact() refuses."""
-    if reason := compact_refusal(model, inner):
-        raise ValueError(f"This collection can't follow its traffic: {reason}.")
-
-
 def _build(configs: list[Any], indexes: Mapping[str, Any], found: Collection) -> Any:
     """Return a following collection of the same kind as ``found``, on the meta device."""
     kind = FollowingEmbeddingBagCollection if found.pooled else FollowingEmbeddingCollection
     return kind(configs, indexes, found.weighted, torch.device("meta"))
 
 
-def _follow_compact(model: nn.Module) -> nn.Module:
-    """Replace compact collections by following ones that store the same rows."""
-    check_module(model)
-    # Classes are compared exactly: subclasses are following collections already.
-    kinds = (CompactEmbeddingBagCollection, CompactEmbeddingCollection)
-    replaced: dict[nn.Module, nn.Module] = {}
-    for old in model.modules():
-        if type(old) in kinds and cast(Any, old).table_indexes():
-            replaced[old] = _follow_same_rows(old, model)
-    if not replaced:
-        raise ValueError(
-            f"{type(model).__name__} has no compact collection with removed rows, which compact()"
-            " makes. For a collection, pass rows={table: count}."
-        )
+def follow_compact(model: nn.Module, compact: Iterable[Any]) -> nn.Module:
+    """Replace these compact collections by following ones that store the same rows; return the
+    model."""
+    replaced: dict[nn.Module, nn.Module] = {old: _follow_same_rows(old) for old in compact}
     put(places_of(model, replaced), replaced)
     return replaced.get(model, model)
 
 
-def _follow_same_rows(old: Any, model: nn.Module) -> Any:
+def _follow_same_rows(old: Any) -> Any:
     """Return a following collection that takes over ``inner``, the rows of a compact one."""
-    inner = old.inner
-    found = collection_of(inner)
-    _refuse_unsupported(model, inner)
-    refuse_masked(list(inner.named_parameters()))
+    found = collection_of(old.inner)
     stored = {table.name: table.rows for table in found.tables}
     indexes = {}
     for name, index in old.table_indexes().items():
-        if index.default_row:
-            raise ValueError(f"Table {name!r} has a default row, which can't be a slot.")
         # Kept rows are stored in the order of their ids, so the first id holds the first slot.
         ids = index.kept().nonzero().view(-1)
         indexes[name] = SlotIndex(index.rows, stored[name], ids).to(ids.device)
     new = _build(configs_of(old), indexes, found)
-    new.inner = inner
+    new.inner = old.inner
     return new.train(old.training)
