@@ -151,24 +151,24 @@ def compact(
 
     # replace() moves the rows, calls finish(), and then, 3., releases the old tables.
     result = rebuild.replace(changes, finish=finish)
-    if not follow:
-        return result
-    # Not at the top: this module imports TorchRec.
-    from dist_sparse.compaction.following import follow_compact
+    if follow:
+        # Not at the top: this module imports TorchRec.
+        from dist_sparse.compaction.following import follow_compact
 
-    return follow_compact(result, [change.new for change in changes])
+        result = follow_compact(result, [change.new for change in changes])
+    return result
 
 
 def _refuse_to_follow(changes: Iterable[Change], default_row: bool) -> None:
     """Refuse tables whose rows can't become slots."""
     for change in changes:
         rules = {
-            "is no table of a TorchRec collection": isinstance(change.site, EmbeddingSite),
+            "is in no TorchRec collection": isinstance(change.site, EmbeddingSite),
             "loses columns": change.widths,
             "would have a default row": default_row,
         }
-        label = change.site.label
-        refuse({f"{label} {rule}: it can't follow its traffic.": rules[rule] for rule in rules})
+        for rule, broken in rules.items():
+            refuse({f"{change.site.label} {rule}: it can't follow its traffic.": broken})
 
 
 def _widths(

@@ -475,7 +475,7 @@ def following(module: nn.Module, rows: Mapping[str, int]) -> Any:
         raise ValueError(f"This collection can't follow its traffic: {reason}.")
     configs = configs_of(module)
     ids = {config.name: config.num_embeddings for config in configs}
-    if not (isinstance(rows, Mapping) and rows and rows.keys() <= ids.keys()):
+    if not (isinstance(rows, Mapping) and set() < rows.keys() <= ids.keys()):
         raise ValueError(f"Invalid rows={rows!r}: the collection has the tables {sorted(ids)}.")
     indexes = {}
     for name, count in rows.items():

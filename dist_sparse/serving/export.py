@@ -78,7 +78,8 @@ from dist_sparse.training.sparsify import SparseTraining
 
 @dataclass(frozen=True)
 class Exported:
-    """The folder that :func:`export` wrote. ``print()`` shows each table's bytes before and after.
+    """The folder that :func:`export` wrote, itself a path. ``print()`` shows each table's bytes
+    before and after.
 
     Attributes:
         path: the folder.
@@ -97,6 +98,9 @@ class Exported:
         shown = summary(self.manifest) if self.delta is None else delta_summary(self.delta)
         return f"{self.path}\n{shown}"
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
 
 def export(
     model: nn.Module,
@@ -104,7 +108,7 @@ def export(
     path: StrPath,
     dtype: Dtype = "fp32",
     scale: Scale = "row",
-    since: Folders | Exported | None = None,
+    since: Folders | None = None,
 ) -> Exported:
     """Write the tables of ``model``, without removed weights, to a folder that
     ``dist_sparse.load_served`` reads. Collective: every rank of the world must call it; rank 0

@@ -110,6 +110,8 @@ class SparsifyArgs:
         if self.end is not None:
             # Otherwise a schedule shorter than `every` would have one update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
+        one = f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
+        checks.refuse({one: (self.level is None) == (self.budget is None)})
         self.auto = self.level == "auto"
         if self.auto:
             # Up to one block of each table in equal steps. final_levels() caps the level where the
@@ -140,14 +142,14 @@ class SparsifyArgs:
                 setattr(self, argument, default)
 
     def _refuse_conflicts(self) -> None:
-        one = f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
         decay = f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts"
+        auto = "Invalid level='auto' with rotate or decay: guard() can't undo such updates."
         rotated = "Invalid scope='global' with rotate: rotated columns are removed by position."
         checks.refuse(
             {
-                one: (self.level is None) == (self.budget is None),
                 f"{decay} lookups.": self.decay is not None and self.score != "frequency",
-                rotated: self.scope == "global" and self.rotate is not None,
+                auto: self.auto and (self.rotate or self.decay not in (None, 1)),
+                rotated: self.scope == "global" and self.rotate,
             }
         )
 

@@ -143,6 +143,12 @@ def test_a_budget_is_kept(world: int) -> None:
     [
         ({"level": 0.5, "budget": "20%"}, "exactly one"),
         ({}, "exactly one"),
+        ({"level": "auto", "budget": "20%"}, "level='auto', budget='20%': exactly one"),
+        (
+            {"level": "auto", "rotate": "table", "block": "col"},
+            "rotate or decay: guard\\(\\) can't",
+        ),
+        ({"level": "auto", "score": "frequency", "decay": 0.9}, "rotate or decay: guard"),
         ({"budget": "20"}, "such as '20%'"),
         ({"budget": -1}, ">= 0"),
         ({"budget": "1%"}, "are the least"),

@@ -107,7 +107,7 @@ def test_refused() -> None:
     table = nn.EmbeddingBag(32, 4)
     plain = sparsify(table, torch.optim.SGD(table.parameters()), level=0.5, begin=0, end=0)
     plain.step()
-    with pytest.raises(ValueError, match=r"^weight is no table of a TorchRec collection: it can't"):
+    with pytest.raises(ValueError, match=r"^weight is in no TorchRec collection: it can't"):
         compact(table, plain, follow=True)
     assert type(compact(table, plain)).__name__ == "CompactEmbeddingBag"
 
