@@ -430,8 +430,8 @@ def following(module: nn.Module, rows: Mapping[str, int]) -> Any:
     A row of such a table is a slot, which one id holds. Ids without a slot read zeros, train
     nothing, and are counted. :class:`~dist_sparse.FollowingTables`, built from the sharded model,
     gives the slots to the most looked-up ids at regular intervals; at first no id holds one.
-    :func:`compact(..., follow=True) <dist_sparse.compact>` makes such collections of tables that
-    are already trained.
+    :func:`~dist_sparse.compact` with ``follow=True`` makes such collections of tables that are
+    already trained.
 
     Args:
         module: an EmbeddingBagCollection or EmbeddingCollection on the meta device, whose
