@@ -4,8 +4,6 @@ NumPy scalars are numbers, bools are not. Every error reads ``Invalid {name}={va
 ...``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -92,7 +90,7 @@ def scheduled_level(name: str, value: object) -> Any:
         ValueError: it is neither.
     """
     if isinstance(value, str):
-        return choice(name, value, [UNTOUCHED], " or a number in [0, 1]")
+        return choice(name, value, [UNTOUCHED], ", 'auto' (for all tables) or a number in [0, 1]")
     return level(name, value)
 
 

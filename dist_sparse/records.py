@@ -58,7 +58,7 @@ class MaskChange:
     @property
     def sparsity(self) -> float:
         """Achieved: removed_blocks / blocks; 0 for an empty table."""
-        return self.removed_blocks / self.blocks if self.blocks else 0.0
+        return self.removed_blocks / max(1, self.blocks)
 
     @property
     def churn(self) -> float | None:
@@ -200,4 +200,4 @@ class TableStats:
     @property
     def sparsity(self) -> float:
         """Achieved: removed_blocks / blocks; 0 for an empty table."""
-        return self.removed_blocks / self.blocks if self.blocks else 0.0
+        return self.removed_blocks / max(1, self.blocks)

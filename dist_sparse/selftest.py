@@ -10,8 +10,6 @@ A check returns its result as a line of text, and raises :class:`Difference` if 
 Expected results are computed on the CPU, or without the tested feature on the same device.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

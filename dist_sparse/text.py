@@ -6,8 +6,6 @@
 - Names come from models and logs: :func:`printable` escapes control characters in them.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import shutil

@@ -11,8 +11,6 @@
   :func:`merging` converts them between column cuts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -16,8 +16,6 @@ One rank prepares, commits and sweeps. All ranks write and read tensors, through
   before DCP reads.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

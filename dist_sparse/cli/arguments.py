@@ -3,8 +3,6 @@
 Each ``parse_*`` is a type for argparse: its error message states the rule. Needs no torch.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

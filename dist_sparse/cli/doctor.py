@@ -6,8 +6,6 @@ never imported in this process: they may be missing, and a bad mix of releases c
 interpreter. They are probed in processes of their own, with a time limit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -7,8 +7,6 @@ other failure that a user can fix (a ValueError, a file that can't be read or wr
 package). Both print a sentence or two; other exceptions keep their traceback.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -6,8 +6,6 @@ a fused optimizer steps as without the hook. A kernel gets ids that are local to
 every sharding type. No hook synchronizes with an accelerator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

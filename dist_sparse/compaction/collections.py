@@ -6,8 +6,6 @@ translates ids to rows. It drops the ids of removed rows before the input distri
 no message and no lookup. Outputs equal those of whole tables in which removed rows are zero.
 """
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -444,7 +442,7 @@ def compact_collection(
         default_row: whether the removed ids of a table share a row.
     """
     collection = collection_of(module)
-    stored, shards = {}, row_shards(module)
+    stored = {}
     configs = []
     for config in configs_of(replaced):
         name, rows = config.name, config.num_embeddings
@@ -456,16 +454,27 @@ def compact_collection(
             indexes[name] = RowIndex.of(kept[name][:rows], default_row)
         if name in indexes:
             rows = max(1, indexes[name].stored)
-        # TorchRec cuts rows into equal blocks, except for the last. No block may be empty: if a
-        # batch of tables has an empty one and others of another width, FBGEMM's CPU backward writes
-        # wrong rows.
-        pieces = shards.get(name, 1)
-        stored[name] = max(rows, (pieces - 1) * -(-rows // pieces) + 1)
+        stored[name] = rows
+    stored = least_rows(module, stored)
     kind = CompactEmbeddingBagCollection if collection.pooled else CompactEmbeddingCollection
     made = kind(configs, indexes, collection.weighted, torch.device("meta"), stored)
     made.ids.to(device)
     _allocate(made.inner, module)
     return made.train(module.training)
+
+
+def least_rows(module: nn.Module, rows: Mapping[str, int]) -> dict[str, int]:
+    """Return, by table, the least number of rows, ``rows`` or more, with which no block is empty on
+    the sharding of ``module``.
+
+    TorchRec cuts rows into equal blocks, except for the last. If a batch of tables has an empty one
+    and others of another width, FBGEMM's CPU backward writes wrong rows."""
+    shards = row_shards(module)
+    least = {}
+    for table, count in rows.items():
+        pieces = shards.get(table, 1)
+        least[table] = max(count, (pieces - 1) * -(-count // pieces) + 1)
+    return least
 
 
 def _allocate(made: nn.Module, module: nn.Module) -> None:

@@ -10,8 +10,6 @@ and third for both. All ranks must succeed in one part of a phase before any beg
 3. Release: optimizers get the new parameters, and the old tables are freed. This can't be undone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -21,7 +19,6 @@ from dist_sparse.checks import choice, integer, refuse
 from dist_sparse.compaction.moving import kept_rows
 from dist_sparse.compaction.replacing import (
     Change,
-    EmbeddingSite,
     Planner,
     Site,
     rebuild_of,
@@ -113,8 +110,8 @@ def compact(
         default_row = removed == "default_row"
         sparsifier = sparsifier_of(sparse)
         masks = sparsifier.masks
-        if names := masks.plain.names:
-            raise ValueError(f"Plain data can't be compacted: {names} are no tables of a model.")
+        names = masks.plain.names
+        refuse({f"Plain data can't be compacted: {names} are no tables of a model.": names})
         if optimizer is None:
             # An attached enforcer knows the optimizers.
             optimizer = getattr(masks.enforcer, "optimizers", None)
@@ -130,8 +127,7 @@ def compact(
         # Widths are rounded up to a multiple of 4, so removed columns may stay: they must be zeros.
         masks.hooks.settle()
         losing = {name for name, table in stats.items() if table.removed_blocks}
-        if not losing:
-            raise ValueError("Nothing is removed yet, so there is nothing to compact.")
+        refuse({"Nothing is removed yet, so there is nothing to compact.": not losing})
         widths = _widths(sparsifier, stats, losing)
         changes = _plan_changes(model, sparsifier, losing, widths, kept)
         rebuild.refuse([change.site for change in changes], bool(widths), default_row)
@@ -142,6 +138,11 @@ def compact(
     with world.agreeing("compact(), building its tables"):
         for change in changes:
             change.new = change.site.compacted(change.kept, change.widths, model, default_row)
+            if follow:
+                # Not at the top: this module imports TorchRec.
+                from dist_sparse.compaction.following import follow_kept_rows
+
+                change.new = follow_kept_rows(change.new)
 
     def finish(root: nn.Module) -> None:
         # The hooks that rotate outputs back move to the narrower tables.
@@ -150,25 +151,23 @@ def compact(
         _detach(sparse, sparsifier)
 
     # replace() moves the rows, calls finish(), and then, 3., releases the old tables.
-    result = rebuild.replace(changes, finish=finish)
-    if follow:
-        # Not at the top: this module imports TorchRec.
-        from dist_sparse.compaction.following import follow_compact
-
-        result = follow_compact(result, [change.new for change in changes])
-    return result
+    return rebuild.replace(changes, finish=finish)
 
 
 def _refuse_to_follow(changes: Iterable[Change], default_row: bool) -> None:
-    """Refuse tables whose rows can't become slots."""
+    """Refuse tables whose rows can't become slots, or that FollowingTables would refuse."""
+    names = set[str]()
     for change in changes:
+        site = change.site
+        cant = f"{site.label} can't follow its traffic"
         rules = {
-            "is in no TorchRec collection": isinstance(change.site, EmbeddingSite),
-            "loses columns": change.widths,
-            "would have a default row": default_row,
+            f"{cant}: it is in no sharded collection of TorchRec.": not site.is_sharded,
+            f"{cant}: it loses columns.": change.widths,
+            f"{cant}: it would have a default row.": default_row,
+            f"{cant}: another table has its name.": names.intersection(site.tables),
         }
-        for rule, broken in rules.items():
-            refuse({f"{change.site.label} {rule}: it can't follow its traffic.": broken})
+        refuse(rules)
+        names.update(site.tables)
 
 
 def _widths(
@@ -226,10 +225,8 @@ def _plan_changes(
             rows[own] &= kept[name]
         changes.append(Change(site, rows, widths=_site_widths(site, names, widths)))
         missing.difference_update(names.values())
-    if missing:
-        raise ValueError(
-            f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
-        )
+    rule = f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
+    refuse({rule: missing})
     return changes
 
 
@@ -343,8 +340,7 @@ def expand(
         sites = [site for site in sites_of(model) if site.indexes()]
         facts.update(rebuild.facts, initial=initial, seed=seed)
         facts["tables"] = [site.label for site in sites]
-        if not sites:
-            raise ValueError("No table of this model has lost rows, so there is nothing to expand.")
+        refuse({"No table of this model has lost rows, so there is nothing to expand.": not sites})
         rebuild.refuse(sites)
         changes = [_expansion(site, initial == "init") for site in sites]
 

@@ -6,11 +6,9 @@ it. :class:`FollowingIds` also records the ids of training batches until they ar
 batches a train pipeline has translated ahead.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -23,8 +21,8 @@ from dist_sparse.compaction.collections import (
     CompactEmbeddingCollection,
     CompactIds,
     IndexedCollection,
+    initial_bounds,
 )
-from dist_sparse.compaction.replacing import places_of, put
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex
 from dist_sparse.tables.modules import check_module, collection_of
 from dist_sparse.tables.protocols import Collection
@@ -467,12 +465,16 @@ def following(module: nn.Module, rows: Mapping[str, int]) -> Any:
             f"Invalid collection of type {type(module).__name__}: must be an"
             " EmbeddingBagCollection or EmbeddingCollection that is not sharded."
         )
-    if not all(parameter.is_meta for parameter in module.parameters()):
-        raise ValueError(
-            "The collection must be on the meta device: its tables have memory for all ids."
-        )
-    if reason := compact_refusal(module, module):
-        raise ValueError(f"This collection can't follow its traffic: {reason}.")
+    is_meta = all(parameter.is_meta for parameter in module.parameters())
+    reason = compact_refusal(module, module)
+    checks.refuse(
+        {
+            "The collection must be on the meta device: its tables have memory for all ids.": (
+                not is_meta
+            ),
+            f"This collection can't follow its traffic: {reason}.": reason,
+        }
+    )
     configs = configs_of(module)
     ids = {config.name: config.num_embeddings for config in configs}
     if not (isinstance(rows, Mapping) and set() < rows.keys() <= ids.keys()):
@@ -490,23 +492,17 @@ def _build(configs: list[Any], indexes: Mapping[str, Any], found: Collection) ->
     return kind(configs, indexes, found.weighted, torch.device("meta"))
 
 
-def follow_compact(model: nn.Module, compact: Iterable[Any]) -> nn.Module:
-    """Replace these compact collections by following ones that store the same rows; return the
-    model."""
-    replaced: dict[nn.Module, nn.Module] = {old: _follow_same_rows(old) for old in compact}
-    put(places_of(model, replaced), replaced)
-    return replaced.get(model, model)
+def follow_kept_rows(compact: Any) -> Any:
+    """Return a following collection that takes over ``inner``, the kept rows of a compact one.
 
-
-def _follow_same_rows(old: Any) -> Any:
-    """Return a following collection that takes over ``inner``, the rows of a compact one."""
-    found = collection_of(old.inner)
-    stored = {table.name: table.rows for table in found.tables}
+    Rows that pad a shard are no slots: their number depends on the sharding."""
     indexes = {}
-    for name, index in old.table_indexes().items():
+    for name, index in compact.table_indexes().items():
+        # This raises now for tables whose new rows could not be drawn.
+        initial_bounds(compact, name)
         # Kept rows are stored in the order of their ids, so the first id holds the first slot.
         ids = index.kept().nonzero().view(-1)
-        indexes[name] = SlotIndex(index.rows, stored[name], ids).to(ids.device)
-    new = _build(configs_of(old), indexes, found)
-    new.inner = old.inner
-    return new.train(old.training)
+        indexes[name] = SlotIndex(index.rows, max(1, index.stored), ids).to(ids.device)
+    new = _build(configs_of(compact), indexes, collection_of(compact.inner))
+    new.inner = compact.inner
+    return new.train(compact.training)

@@ -8,8 +8,6 @@ A :class:`Change` is a site, its new module, and the rows that move there. Eithe
 put in place on all ranks, or none on any. Then the old tables are released, which can't be undone.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Using a released storage would crash the process, and an empty tensor would give
 silently: its L2 norm is 0. So the object's class is replaced by a subclass that raises.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ The module also has code that must work without TorchRec: the base class by whic
 collections are recognized, and the generator of initial rows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sys

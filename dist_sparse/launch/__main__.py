@@ -1,7 +1,5 @@
 """Command line of the launcher. Wrong arguments are refused before any process starts."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

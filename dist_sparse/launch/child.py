@@ -5,8 +5,6 @@ This file is run by its path, outside of the package: the interpreter of a job n
 file, by torch's `@record`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -6,8 +6,6 @@ replaces `$(NAME)` in the command by the variables that differ between nodes, an
 `$` in the user's words is doubled.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

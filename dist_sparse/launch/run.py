@@ -5,8 +5,6 @@ the launcher. It forwards the signal to the ranks, waits for the grace period an
 that are left.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Every value in it matches a pattern of `LaunchSpec` or is quoted by shlex.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 

@@ -8,8 +8,6 @@
   both.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -6,8 +6,6 @@ ranks can still stop on an error. :func:`new_masks` is the collective half, in t
 writes to weights or to old masks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ operation is a launch, and each value that the host reads is a wait. So pieces a
 the counts of all tables stay on the device until one copy. The counts are the same on both.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Sequence

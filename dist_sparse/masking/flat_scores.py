@@ -13,8 +13,6 @@ twice otherwise:
 Elsewhere torch's operations do the same; tests compare the kernels with them.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ products are rounded before they are added (no fused multiply-add). Sums are in 
 :func:`~dist_sparse.masking.scores.block_sums`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple

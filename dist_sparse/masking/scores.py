@@ -12,8 +12,6 @@ negative. A :class:`Segment` holds the scores of a shard in pieces, with their h
 that no finite score has mark blocks that are decided elsewhere.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence

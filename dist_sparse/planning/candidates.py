@@ -4,8 +4,6 @@ that keep the most within a budget.
 Nothing here reads weights: names, shapes and dtypes of the tables are enough.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter

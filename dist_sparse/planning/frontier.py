@@ -5,8 +5,6 @@ From the top: :class:`Trial`, one measurement; :class:`Frontier`, the result, wh
 measurements. Each is written as a line of JSON, so that an interrupted run continues.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

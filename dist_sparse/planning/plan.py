@@ -10,8 +10,6 @@ models on three data sets, and a DLRM on a small one (docs/planning.md). Where t
 disagree there is no rule: several candidates are recommended, to be measured.
 """
 
-from __future__ import annotations
-
 import glob
 import math
 import pprint

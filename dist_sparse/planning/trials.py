@@ -6,8 +6,6 @@ rounded as :func:`~dist_sparse.export` rounds them. Rows that column borders cut
 no rank holds more than its shards, a copy of them, and a chunk.
 """
 
-from __future__ import annotations
-
 import glob
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ tables a chart shows the largest. Time is linear in the lines of the log. Charts
 are left out.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -162,7 +160,8 @@ def _auc_over_bytes(run: Run) -> Chart:
 
 def _line(one: Run, run: Run, **options: Any) -> Line:
     """Return a line of ``one``, which is ``run`` itself or one of the runs compared with it."""
-    role = "main" if one is run else "other"
+    # Seeds of the first run have its color.
+    role = "main" if one.method == run.method else "other"
     return Line(name=one.name, role=role, number=one.number, **options)
 
 
@@ -266,7 +265,7 @@ def _difference_chart(run: Run, name: str) -> Chart:
             values = finite(one.values.get(name, ()))
             delta = tuple((step, value - known[step]) for step, value in values if step in known)
             lines.append(_curve(one, run, delta))
-    note = f"Less that of {base.name} at the same step; means."
+    note = f"Minus the value of {base.name} at the same step; means."
     title = f"{_TITLES[name]} against {base.name}"
     return _line_chart(run, f"value_{name}_less", title, note, lines)
 

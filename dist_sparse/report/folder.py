@@ -11,8 +11,6 @@
   last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

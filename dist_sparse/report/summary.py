@@ -8,12 +8,11 @@ the text of ``dist-sparse report`` and ``dist-sparse inspect``.
   baseline's are unknown.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -195,11 +194,13 @@ def verdict(run: Run) -> str:
     baseline has no AUC.
     """
     base = baseline(run)
-    wanted = quality(base)[1]
-    if not run.compared or wanted is None:
+    groups = _seeds_of(run)
+    [same] = [group for group in groups if base in group]
+    wanted = _known_aucs(same)
+    if not run.compared or not wanted:
         return ""
-    goal = f"within {TOLERANCE} of {base.name}'s AUC ({wanted:.4f})"
-    good, at_once = _artifacts_from(run, base, wanted - TOLERANCE)
+    goal = f"within {TOLERANCE} of {base.name}'s AUC ({_mean_text(wanted)})"
+    good, at_once = _artifacts_from(run, groups, _mean(wanted) - TOLERANCE)
     if not good:
         advice = f"Nothing is {goal}."
     elif not at_once or at_once[0] == good[0]:
@@ -207,45 +208,72 @@ def verdict(run: Run) -> str:
     else:
         advice = f"Serve {at_once[0]}, the smallest {goal} without a second training."
         advice += f" Smaller, with a second training: {good[0]}."
-    return f"{advice} {_seed_noise(run)}"
+    return f"{advice} {_seed_noise(groups)}"
 
 
-def _artifacts_from(run: Run, base: Run, least: float) -> tuple[list[str], list[str]]:
-    """Return the artifacts of all runs with an AUC of at least ``least``, as text, the smallest
+def _seeds_of(run: Run) -> list[list[Run]]:
+    """Return all runs in groups of those that differ in their seeds alone."""
+    groups: dict[Any, list[Run]] = defaultdict(list)
+    for one in run.all_runs:
+        # A model before and after its rows were removed may share a config and its seed.
+        groups[one.method, one.trained, target_of(one.states)].append(one)
+    return list(groups.values())
+
+
+def _known_aucs(group: Sequence[Run]) -> list[float]:
+    return [auc for one in group if (auc := quality(one)[1]) is not None]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _mean_text(aucs: Sequence[float]) -> str:
+    """Return the AUC of one run, or the mean and range over several seeds."""
+    mean = f"{_mean(aucs):.4f}"
+    if len(aucs) == 1:
+        return mean
+    return f"{mean}, mean of {len(aucs)} seeds from {min(aucs):.4f} to {max(aucs):.4f}"
+
+
+def _artifacts_from(
+    run: Run, groups: Iterable[Sequence[Run]], least: float
+) -> tuple[list[str], list[str]]:
+    """Return the artifacts with a mean AUC over seeds of at least ``least``, as text, the smallest
     first; and those among them that need no second training."""
     good = []
-    for one in run.all_runs:
+    for group in groups:
+        one = group[0]
         # A run of one step has trained nothing: its weights are the baseline's, with rows removed.
-        at_once = bool(one.artifacts) and (one is base or not one.trained)
-        for artifact in artifacts_of(one):
-            if artifact.auc >= least:
-                share = percent(share_of(artifact.bytes, whole_bytes(run)))
-                facts = f"{size(artifact.bytes)}, {share} of dense, AUC {artifact.auc:.4f}"
-                text = f"{one.name}, {artifact.name} ({facts})"
-                good.append((artifact.bytes, artifact.auc, text, at_once))
+        at_once = bool(one.artifacts) and (baseline(run) in group or not one.trained)
+        by_name: dict[str, list[ArtifactBytes]] = defaultdict(list)
+        for artifact in chain.from_iterable(map(artifacts_of, group)):
+            by_name[artifact.name].append(artifact)
+        for name, seeds in by_name.items():
+            aucs = [artifact.auc for artifact in seeds]
+            if _mean(aucs) >= least:
+                # Seeds of untouched rows differ in their bytes.
+                taken = max(artifact.bytes for artifact in seeds)
+                share = percent(share_of(taken, whole_bytes(run)))
+                facts = f"{size(taken)}, {share} of dense, AUC {_mean_text(aucs)}"
+                good.append((taken, aucs, f"{one.name}, {name} ({facts})", at_once))
     good.sort()
     texts = [text for _, _, text, _ in good]
     return texts, [text for _, _, text, at_once in good if at_once]
 
 
-def _seed_noise(run: Run) -> str:
+def _seed_noise(groups: Iterable[Sequence[Run]]) -> str:
     """Return a sentence about the spread of AUC over runs that differ in their seed alone."""
-    # The keys are method and config. Two runs may share a config, such as a model before and after
-    # its rows were removed: one of them counts, the last.
-    aucs: dict[str, dict[str, float]] = defaultdict(dict)
-    for one in run.all_runs:
-        auc = quality(one)[1]
-        if auc is not None:
-            aucs[one.method][str(one.config)] = auc
-    spreads = []
-    for by_config in aucs.values():
-        values = by_config.values()
-        spreads.append((max(values) - min(values), len(values)))
     # The widest: a smaller difference may be chance for any method.
-    widest, runs = max(spreads)
-    if runs < 2:
+    known = filter(None, map(_known_aucs, groups))
+    widest = max(known, key=lambda aucs: max(aucs) - min(aucs))
+    if len(widest) < 2:
         return "One seed each: the difference may be chance."
-    return f"Seeds alone move AUC by up to {widest:.4f} ({runs} runs): smaller deltas are noise."
+    spread = max(widest) - min(widest)
+    return (
+        f"Seeds alone move AUC by up to {spread:.4f} ({len(widest)} runs): smaller deltas are"
+        " within noise."
+    )
 
 
 def fates_text(run: Run) -> str:

@@ -5,8 +5,6 @@ assembled chunk by chunk, by one all-to-all each: no rank holds more than one ch
 rows. Every rank derives the messages from metadata that all have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 

@@ -7,8 +7,6 @@ returns at once. The value at step t is the schedule's value at the latest updat
 Construction and ``load_state_dict`` check that all ranks have the same plan.
 """
 
-from __future__ import annotations
-
 import copy
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping

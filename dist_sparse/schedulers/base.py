@@ -6,8 +6,6 @@ With several ranks, construction and ``step`` are collective: all ranks must sch
 names, and the values of rank 0 are written everywhere. A step happens on every rank or on none.
 """
 
-from __future__ import annotations
-
 import reprlib
 import warnings
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ every restart. Before ``begin`` a curve is exactly ``initial``, from ``end`` on 
 in between it never leaves the interval of the two.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ A removed id must serve exactly 0. Kept weights must be bit-equal (float32, floa
 a step of their row's grid, or at the nearest step of their column's grid; zeros stay exactly 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ exactly 0, because scale and bias are float16, whose products are exact in float
 share a byte, the first in its lower half.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 

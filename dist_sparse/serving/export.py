@@ -9,8 +9,6 @@ An error on rank 0 is raised on all ranks, after the last message of the table h
 files depend only on weights and masks, not on the sharding or the number of ranks.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections import deque

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import choice
+from dist_sparse.checks import choice, refuse
 from dist_sparse.compaction.row_index import (
     REMOVED,
     UNKNOWN,
@@ -559,8 +559,7 @@ def load_served(
     choice("unknown", unknown, get_args(UnknownIds))
     fbgemm = fbgemm and kernels.available()
     folders = folders_of("path", path)
-    if not folders:
-        raise ValueError(f"Invalid path={path!r}: must name the folder of an artifact first.")
+    refuse({f"Invalid path={path!r}: must name the folder of an artifact first.": not folders})
     artifact: Opened[Manifest] = open_artifact(folders[0])
     collections = {}
     for collection in artifact.manifest.collections:

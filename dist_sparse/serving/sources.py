@@ -3,8 +3,6 @@
 Models and tables that can't be served are refused here, before anything is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -6,7 +6,8 @@ tables with too many ids to count each.
 
 A count is an int32. With a decay, old lookups weigh less. Instead of multiplying all counts at
 every update, a new lookup weighs more; once its weight has grown :data:`_GROWTH`-fold, all counts
-are divided. So an update reads only the counts of ids that were looked up since the last one.
+are divided. So an update reads the counts of the holders, and of the ids that were looked up since
+the last one.
 
 Selection is exact over all ranks. Each rank contributes the owned ids that hold a slot, and those
 that may win one. They are ordered by lookup count, then holders before others, then smaller ids
@@ -14,8 +15,6 @@ first. So a slot does not change its holder for a tie, and the result does not d
 of ranks. Only holders and the ids looked up since the last update need to be compared: any other id
 lost to all holders of that update, and decay scales its count as it scales theirs.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any

@@ -11,11 +11,10 @@ All ranks finish one before any begins the next:
    and writes the slots of the ids that lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import checks
-from dist_sparse.compaction.collections import initial_bounds
+from dist_sparse.compaction.collections import initial_bounds, least_rows
 from dist_sparse.compaction.following import (
     FollowingCollection,
     FollowingIds,
@@ -302,7 +301,11 @@ class FollowingTables:
         """Give the slots to the hottest ids. Collective."""
         started = time.perf_counter()
         with self._group.agreeing("step()") as facts:
-            facts["steps"] = self.steps
+            # A load may have given ranks different holders.
+            holders = [
+                zlib.crc32(table.index.id_of_slot.cpu().numpy().data) for table in self._tables
+            ]
+            facts.update(steps=self.steps, holders=holders)
             if self._admits_at >= 0:
                 raise RuntimeError(
                     f"Step {self.steps} needs an update, but batches of the previous update are"
@@ -529,6 +532,8 @@ def _find_tables(
     tables: dict[str, _Table] = {}
     for collection in collections:
         inner = collection_of(collection.inner)
+        rows = {table.name: table.rows for table in inner.tables}
+        least = least_rows(collection.inner, rows)
         for name, index in collection.following_ids.slots.items():
             checks.refuse(
                 {
@@ -539,6 +544,9 @@ def _find_tables(
                         collection in _movers
                     ),
                     f"Two following tables have the name {name!r}.": name in tables,
+                    # compact() pads such tables.
+                    f"Table {name!r} has {rows[name]} rows, too few for all of its ranks to have"
+                    f" some: create it with rows={least[name]}.": rows[name] < least[name],
                 }
             )
             block = -(-index.rows // group.size)
@@ -562,7 +570,7 @@ def _find_tables(
     unknown = sorted(set(protect_ids) - set(tables))
     checks.refuse(
         {
-            "The model has no following tables: following() makes them.": not tables,
+            "The model has no tables of following() or compact(follow=True).": not tables,
             f"Invalid protect_ids: {unknown} are none of the tables {sorted(tables)}.": unknown,
         }
     )

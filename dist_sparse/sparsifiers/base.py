@@ -7,8 +7,6 @@ uses two stores with one interface: :mod:`~dist_sparse.sparsifiers.dense_store` 
 their shards.
 """
 
-from __future__ import annotations
-
 import copy
 import fnmatch
 import warnings

@@ -6,8 +6,6 @@ take effect at once. A squashed name keeps its mask and configuration, but no lo
 parametrization. Nothing here communicates.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

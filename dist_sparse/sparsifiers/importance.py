@@ -4,8 +4,6 @@ Each score is of an element, so it works with every block and sharding: an eleme
 sum or the lookup count of its row. Blocks are compared by the mean over their elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -301,7 +299,7 @@ def _adagrad_totals(name: str, shard: Shard, sums: Mapping[int, tuple[Tensor, fl
     if shard.tensor.data_ptr() not in sums:
         raise ValueError(
             f"Table {name!r}: no Adagrad steps it, so there are no sums of squared gradients. Use"
-            " score='norm', or 'frequency' for a fused table; the level 'untouched' needs the sums"
-            " or 'frequency'."
+            " score='norm', or 'frequency' for a fused table. level='untouched' needs a record of"
+            " lookups: Adagrad, or a fused optimizer with score='frequency'."
         )
     return RowTotals(shard.rect, *sums[shard.tensor.data_ptr()])

@@ -6,8 +6,6 @@ eight blocks to a byte, where each row of blocks begins a new byte; and the look
 torch.save, it has this rank's pieces, keyed by their global rectangle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

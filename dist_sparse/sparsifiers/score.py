@@ -5,8 +5,6 @@ computes block means and selects exactly the k smallest over all ranks, with tie
 single elements of blocks. Plain data runs the same code in a group of one rank.
 """
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Iterable, Mapping, Sequence

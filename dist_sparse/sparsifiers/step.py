@@ -4,8 +4,6 @@ No sharded table is written before all ranks have agreed that the update can suc
 fails for any reason, the masks of plain data are restored.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ Constants of uint64 are written as int64, by subtracting 2**64: both wrap around
 Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 # The generator adds this to its state for each number: 2**64 / golden ratio, as int64.

@@ -5,8 +5,6 @@ returns. These types need torch alone. A TorchRec model replaces what is below a
 is resharded, so a :class:`Collection` or :class:`TableBatch` is read again where it is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence, Set
 from typing import Any, Literal, NamedTuple, Protocol
 

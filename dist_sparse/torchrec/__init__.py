@@ -4,8 +4,6 @@ Importing this package imports neither, so that it can report releases that do n
 TorchRec 1.n, FBGEMM 1.n and torch 2.(n + 5) are built for each other and no others.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import warnings
 from contextlib import suppress

@@ -5,8 +5,6 @@ come from these groups, so nothing communicates; the views of the weights come f
 Each :class:`ShardedTables` reads both, because ``DistributedModelParallel.reshard`` replaces them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import defaultdict

@@ -4,8 +4,6 @@ Functions import them, not this module: artifacts are served without TorchRec, a
 FBGEMM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ The new plan is derived from the old one, with the same sharding types, ranks an
 the arithmetic of training stays the same.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The small sharded model that ``dist-sparse selftest`` trains."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

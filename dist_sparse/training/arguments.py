@@ -5,8 +5,6 @@ Names are case-insensitive (``"l2"``, ``"cubic"``, ``"row"``), and an unknown on
 that lists the known.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re

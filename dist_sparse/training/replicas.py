@@ -6,8 +6,6 @@ for replicas: weights and configurations are compared before each mask update. I
 rank trains a model of its own, and nothing is compared. Either way the first rank warns once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -297,11 +297,27 @@ def test_seeds_of_a_method_share_a_color_and_measure_the_noise(tmp_path: Path) -
         log(tmp_path / f"dense {seed}", auc=auc, lr=0.1, train={"seed": seed})
     log(tmp_path / "narrow", dim=2, auc=0.74, lr=0.2)
     run = read_run(*[tmp_path / name for name in ("pruned", "dense 0", "dense 1", "dense 2")])
-    noise = "Seeds alone move AUC by up to 0.0014 (3 runs): smaller deltas are noise."
+    noise = "Seeds alone move AUC by up to 0.0014 (3 runs): smaller deltas are within noise."
     assert verdict(run).endswith(noise)
     assert {one.number for one in run.compared.values()} == {0}
     run = read_run(*[tmp_path / name for name in ("pruned", "dense 0", "narrow")])
     assert [one.number for one in run.compared.values()] == [0, 1] and "Seeds" not in verdict(run)
+
+
+def test_the_verdict_compares_means_over_seeds(tmp_path: Path) -> None:
+    """In any order of the runs; one lucky seed is no reason to serve a method."""
+    for seed, (dense, small) in enumerate([(0.8, 0.795), (0.806, 0.801)]):
+        log(tmp_path / f"dense {seed}", auc=dense, rows=8, seed=seed)
+        log(tmp_path / f"small {seed}", dim=2, auc=small, rows=2, seed=seed)
+    names = ["dense 0", "dense 1", "small 0", "small 1"]
+    for first in names:
+        run = read_run(tmp_path / first, *[tmp_path / name for name in names])
+        said = verdict(run)
+        assert said.startswith("Serve dense ") and "small " not in said
+        assert "AUC (0.8030, mean of 2 seeds from 0.8000 to 0.8060)" in said
+        [chart] = [each for each in charts(run) if each.key == "auc_bytes"]
+        main = {line.name for line in chart.lines if line.role == "main"}
+        assert {name.split()[0] for name in main} == {first.split()[0]} and len(main) == 2
 
 
 def test_a_series_is_drawn_against_the_baseline(tmp_path: Path) -> None:

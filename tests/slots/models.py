@@ -40,7 +40,7 @@ __all__ = ["IDS", "SLOTS", "Net", "batch", "build", "kinds"]
 IDS: Final = {"item": 50, "user": 33, "word": 10}
 """Ids of each table; `word` keeps a row for each."""
 
-SLOTS: Final = {"item": 9, "user": 7}
+SLOTS: Final = {"item": 10, "user": 7}
 DIM: Final = 8
 FEATURES: Final = {"item": ("item_id", "last_id"), "user": ("user_id",), "word": ("query",)}
 

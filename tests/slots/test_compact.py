@@ -12,10 +12,11 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
 
-from dist_sparse import FollowingTables, compact, sparsify
+from dist_sparse import FollowingTables, compact, following, sparsify
+from dist_sparse.compaction import following as following_module
 from dist_sparse.slots.tables import FollowingCollection
 from tests.compaction.test_compact_sharded import Run, cell_of, check_equal
 from tests.dist.cells import batch, gathered
@@ -55,7 +56,8 @@ def test_kept_rows_become_slots(world: int, name: str) -> None:
     after = {key: index.kept() for key, index in collection.table_indexes().items()}
     assert any(bool((after[key] & ~before[key]).any()) for key in before)
     for key, index in collection.following_ids.slots.items():
-        assert int(before[key].sum()) <= int(after[key].sum()) <= index.stored
+        # Rows that pad the shards of compact tables hold no id: their number is of the sharding.
+        assert int(before[key].sum()) == index.stored == int(after[key].sum())
 
 
 @on_ranks(1)
@@ -76,18 +78,24 @@ def test_a_protected_table_keeps_a_row_for_each_id() -> None:
     assert collection.table_indexes()["item"].kept().sum() == 16
 
 
-def _sharded(*names: str) -> tuple[Any, Any, KeyedJaggedTensor]:
+def _sharded(*names: str, **how: Any) -> tuple[Any, Any, KeyedJaggedTensor]:
     """A model of tables of 64 rows, its optimizer, and a batch that looks up each row twice."""
-    configs = [
-        EmbeddingBagConfig(name=name, num_embeddings=64, embedding_dim=16, feature_names=[name])
-        for name in names
-    ]
+    configs = [_config(name, **how) for name in names]
     bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.1})
     model = DistributedModelParallel(bags, device=torch.device("cpu"), plan=_by_table(bags))
+    return model, model.fused_optimizer, _batch(*names)
+
+
+def _config(name: str, **how: Any) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        name=name, num_embeddings=64, embedding_dim=16, feature_names=[name], **how
+    )
+
+
+def _batch(*names: str) -> KeyedJaggedTensor:
     ids = torch.arange(64).repeat(2 * len(names))
-    lengths = torch.ones_like(ids)
-    return model, model.fused_optimizer, KeyedJaggedTensor(list(names), ids, lengths=lengths)
+    return KeyedJaggedTensor(list(names), ids, lengths=torch.ones_like(ids))
 
 
 def _by_table(bags: EmbeddingBagCollection) -> ShardingPlan:
@@ -101,13 +109,21 @@ def _by_table(bags: EmbeddingBagCollection) -> ShardingPlan:
 def test_refused() -> None:
     run = Run(cell_of(1, "row_wise"))
     run.train(3)
-    with pytest.raises(ValueError, match=r"default row: it can't follow its traffic"):
+    with pytest.raises(ValueError, match=r"can't follow its traffic: it would have a default row"):
         run.compact(removed="default_row", follow=True)
     run.compact(follow=True)
+    bags = EmbeddingBagCollection(tables=[_config("item")])
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.1)
+    sparse = sparsify(bags, optimizer, level=0.5, begin=0, end=0)
+    bags(_batch("item")).values().sum().backward()
+    sparse.step()
+    with pytest.raises(ValueError, match=r"traffic: it is in no sharded collection of TorchRec"):
+        compact(bags, sparse, follow=True)
+    compact(bags, sparse)
     table = nn.EmbeddingBag(32, 4)
     plain = sparsify(table, torch.optim.SGD(table.parameters()), level=0.5, begin=0, end=0)
     plain.step()
-    with pytest.raises(ValueError, match=r"^weight is in no TorchRec collection: it can't"):
+    with pytest.raises(ValueError, match=r"^weight can't follow its traffic: it is in no sharded"):
         compact(table, plain, follow=True)
     assert type(compact(table, plain)).__name__ == "CompactEmbeddingBag"
 
@@ -118,7 +134,7 @@ def test_narrower_tables_are_refused() -> None:
     sparse = sparsify(model, optimizer, level=0.5, begin=0, end=0, block="col", rotate=[["item"]])
     model(features).values().sum().backward()
     sparse.step()
-    with pytest.raises(ValueError, match=r"item.weight loses columns: it can't follow its traffic"):
+    with pytest.raises(ValueError, match=r"item.weight can't follow its traffic: it loses columns"):
         compact(model, sparse, follow=True)
 
 
@@ -129,3 +145,75 @@ def test_an_argument_that_differs_between_ranks() -> None:
     with pytest.raises(ValueError, match="follow"):
         run.compact(follow=dist.get_rank() == 0)
     run.compact()
+
+
+@on_ranks(1)
+def test_an_initializer_that_draws_no_single_rows() -> None:
+    """FollowingTables could not draw new rows: the model stays as it was."""
+    model, optimizer, features = _sharded("item", init_fn=nn.init.ones_)
+    sparse = sparsify(model, optimizer, level=0.5, begin=0, end=0)
+    model(features).values().sum().backward()
+    sparse.step()
+    before = model(features).values()
+    with pytest.raises(ValueError, match=r"'item' has an init_fn of its own"):
+        compact(model, sparse, follow=True)
+    assert torch.equal(model(features).values(), before)
+    assert torch.equal(compact(model, sparse)(features).values(), before)
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_leaves_all_models_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = cell_of(2, "row_wise")
+    run, other = Run(cell), Run(cell)
+    run.train(3)
+    other.train(3)
+
+    def fails(made: Any) -> Any:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(following_module, "follow_kept_rows", fails)
+        with pytest.raises(ValueError, match=r"rank 1.*no room"):
+            run.compact(follow=True)
+    for mine, same in zip(run.train(2), other.train(2), strict=True):
+        check_equal(mine, same, True)
+    run.compact(follow=True)
+
+
+@on_ranks(2)
+def test_holders_that_differ_between_ranks() -> None:
+    """Both are valid: only the next update can compare them."""
+    run = Run(cell_of(2, "row_wise"))
+    run.train(3)
+    run.compact(follow=True)
+    slots = FollowingTables(run.model, run.optimizer, every=1)
+    [collection] = [each for each in run.model.modules() if isinstance(each, FollowingCollection)]
+    for index in collection.following_ids.slots.values():
+        if dist.get_rank() == 1:
+            index.id_of_slot[0] = -1
+    before = {key: index.kept() for key, index in collection.table_indexes().items()}
+    run.train(1)
+    with pytest.raises(ValueError, match="holders"):
+        slots.step()
+    after = {key: index.kept() for key, index in collection.table_indexes().items()}
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@on_ranks(4)
+def test_a_rank_without_rows_of_a_following_table() -> None:
+    """FBGEMM's CPU kernels would write wrong rows of a wider table beside it."""
+    meta, sharder = torch.device("meta"), EmbeddingBagCollectionSharder()
+    for rows in (5, 7):
+        made = following(EmbeddingBagCollection([_config("item")], device=meta), {"item": rows})
+        whole: Any = made.inner
+        kinds: Any = {"item": row_wise()}
+        plan = construct_module_sharding_plan(whole, kinds, sharder, 2, 4, "cpu")
+        model = DistributedModelParallel(
+            made, device=torch.device("cpu"), plan=ShardingPlan({"inner": plan})
+        )
+        if rows == 7:
+            FollowingTables(model, ())
+            break
+        with pytest.raises(ValueError, match=r"'item' has 5 rows, too few .* with rows=7"):
+            FollowingTables(model, ())

@@ -119,7 +119,7 @@ def refused(slots: FollowingTables, state: Any, text: str) -> None:
 @on_ranks(1)
 def test_arguments() -> None:
     built = build(1, "row_wise")
-    for ids in (None, ["a"], [True], [1.5], [[1], [2, 3]], [50], [-1], list(range(10)), {7, 3}):
+    for ids in (None, ["a"], [True], [1.5], [[1], [2, 3]], [50], [-1], list(range(11)), {7, 3}):
         with pytest.raises(ValueError, match=r"Invalid protect_ids of table 'item': must be at"):
             FollowingTables(built.model, built.optimizer, protect_ids={"item": ids})
     with pytest.raises(ValueError, match=r"Invalid candidates=.*: must be an int in \[1, 2147"):
