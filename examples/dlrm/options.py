@@ -229,7 +229,9 @@ def as_level(text: str) -> float:
     if text.endswith("%"):
         level /= 100
     if not 0 <= level <= 1:
-        raise argparse.ArgumentTypeError(f"invalid value: {text!r} (must be in [0, 1])")
+        raise argparse.ArgumentTypeError(
+            f"invalid value: {text!r} (must be in [0, 1], or a percentage such as 80%)"
+        )
     return level
 
 

@@ -305,10 +305,16 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [
-            ("--sparsity 1.1", "--sparsity: invalid value: '1.1' (must be in [0, 1])"),
-            ("--sparsity -0.1", "--sparsity: invalid value: '-0.1' (must be in [0, 1])"),
-            ("--sparsity nan", "(must be in [0, 1])"),
-            ("--sparsity much", "(must be in [0, 1])"),
+            (
+                "--sparsity 1.1",
+                "--sparsity: invalid value: '1.1' (must be in [0, 1], or a percentage such as 80%)",
+            ),
+            (
+                "--sparsity -0.1",
+                "--sparsity: invalid value: '-0.1' (must be in [0, 1], or a percentage such as 80%)",
+            ),
+            ("--sparsity nan", "or a percentage such as 80%)"),
+            ("--sparsity much", "or a percentage such as 80%)"),
             ("--block 0,4", "--block: Invalid block '0,4'"),
             ("--block ROW,1", "must be ROWSxCOLUMNS"),
             ("--block 4", "--block: Invalid block '4'"),
