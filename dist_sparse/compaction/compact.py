@@ -17,13 +17,7 @@ from torch import Tensor, nn
 
 from dist_sparse.checks import choice, integer, refuse
 from dist_sparse.compaction.moving import kept_rows
-from dist_sparse.compaction.replacing import (
-    Change,
-    Planner,
-    Site,
-    rebuild_of,
-    sites_of,
-)
+from dist_sparse.compaction.replacing import Change, Planner, Site, rebuild_of, sites_of
 from dist_sparse.enforcer.dense import Optimizers
 from dist_sparse.enforcer.enforcer import MaskEnforcer, refuse_masked
 from dist_sparse.groups import world_group
