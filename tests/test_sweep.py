@@ -137,7 +137,10 @@ def test_one_block_without_all_removed_and_without_training_can_be_drawn(tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--levels 1.1", "--levels: invalid value: '1.1' (must be in [0, 1])"),
+        (
+            "--levels 1.1",
+            "--levels: invalid value: '1.1' (must be in [0, 1], or a percentage such as 80%)",
+        ),
         ("--blocks 4", "--blocks: Invalid block '4'"),
         ("--train-examples 100", "--train-examples: invalid value: 100 (must be at least 2560)"),
         ("--norms L3", "--norms: invalid choice: 'L3'"),
