@@ -24,6 +24,7 @@ from dist_sparse.groups import world_group
 from dist_sparse.records import TableStats
 from dist_sparse.rotation.rotate import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.shards import Block, ShardedData, narrow_width
 from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 
@@ -72,7 +73,9 @@ def compact(
             share one row, which is 0 at first, is trained as any other, and is served. Measure it
             on validation data: it helps with ids seen in training, and can harm with new ones.
         follow: rows of collections become slots, held by the kept ids, which
-            :class:`~dist_sparse.FollowingTables` gives to the most looked-up ids from then on.
+            :class:`~dist_sparse.FollowingTables` gives to the most looked-up ids from then on. It
+            continues from the lookups that ``score="frequency"`` has counted; with other scores it
+            counts from 0.
 
     Raises:
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a
@@ -101,6 +104,7 @@ def compact(
     # groups of the tables, where ranks with different arguments would wait for each other.
     with world.agreeing("compact()") as facts:
         choice("removed", removed, ("zero", "default_row"))
+        refuse({f"Invalid follow={follow!r}: must be True or False.": follow not in (False, True)})
         default_row = removed == "default_row"
         sparsifier = sparsifier_of(sparse)
         masks = sparsifier.masks
@@ -136,7 +140,7 @@ def compact(
                 # Not at the top: this module imports TorchRec.
                 from dist_sparse.compaction.following import follow_kept_rows
 
-                change.new = follow_kept_rows(change.new)
+                change.new = follow_kept_rows(change.new, _lookups_of(change.site, masks.tables))
 
     def finish(root: nn.Module) -> None:
         # The hooks that rotate outputs back move to the narrower tables.
@@ -153,15 +157,28 @@ def _refuse_to_follow(changes: Iterable[Change], default_row: bool) -> None:
     names = set[str]()
     for change in changes:
         site = change.site
+        losing = {table for table, kept in change.kept.items() if not kept.all()}
         cant = f"{site.label} can't follow its traffic"
         rules = {
             f"{cant}: it is in no sharded collection of TorchRec.": not site.is_sharded,
             f"{cant}: it loses columns.": change.widths,
             f"{cant}: it would have a default row.": default_row,
-            f"{cant}: another table has its name.": names.intersection(site.tables),
+            f"{cant}: another table has its name.": names & losing,
         }
         refuse(rules)
-        names.update(site.tables)
+        names |= losing
+
+
+def _lookups_of(site: Site, store: PackedStore) -> list[tuple[str, int, Tensor]]:
+    """Return the lookups that ``score="frequency"`` has counted on this rank, of a module's tables:
+    the name of the table in the module, the first id of a shard, and the lookups of its rows."""
+    names = {fqn: own for own, fqn in site.tables.items()}
+    found = []
+    for name, data in store.locate().items():
+        if data.fqn in names:
+            for held in store.table(name).leftmost:
+                found.append((names[data.fqn], held.mask.rect.row, held.counts))
+    return found
 
 
 def _widths(

@@ -338,6 +338,18 @@ class FollowingIds(CompactIds):
             # int64: the number of rows may not fit the dtype of ids.
             self._counted[table].append(self._count_distinct(table, torch.cat(looked_up).long()))
 
+    def carry_over(self, table: str, first: int, lookups: Tensor) -> None:
+        """Count lookups from before this collection existed.
+
+        Args:
+            first: the first id that they are of.
+            lookups: of ids in their order, ``(n,)``; decayed ones are rounded.
+        """
+        times = lookups.cpu().round().long()
+        [places] = times.nonzero(as_tuple=True)
+        ids = (places + first).to(self.slots[table].id_of_slot.dtype)
+        self._counted[table].append((ids, times[places]))
+
     def take_counts(self, table: str) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of a table that training has looked up on this rank since the
         last call, ascending, in the dtype of ``id_of_slot``, ``(n,)``, and how often, int64
@@ -492,10 +504,14 @@ def _build(configs: list[Any], indexes: Mapping[str, Any], found: Collection) ->
     return kind(configs, indexes, found.weighted, torch.device("meta"))
 
 
-def follow_kept_rows(compact: Any) -> Any:
+def follow_kept_rows(compact: Any, lookups: Sequence[tuple[str, int, Tensor]]) -> Any:
     """Return a following collection that takes over ``inner``, the kept rows of a compact one.
 
-    Rows that pad a shard are no slots: their number depends on the sharding."""
+    Rows that pad a shard are no slots: their number depends on the sharding.
+
+    Args:
+        lookups: counted so far on this rank: arguments of :meth:`FollowingIds.carry_over`.
+    """
     indexes = {}
     for name, index in compact.table_indexes().items():
         # This raises now for tables whose new rows could not be drawn.
@@ -505,4 +521,7 @@ def follow_kept_rows(compact: Any) -> Any:
         indexes[name] = SlotIndex(index.rows, max(1, index.stored), ids).to(ids.device)
     new = _build(configs_of(compact), indexes, collection_of(compact.inner))
     new.inner = compact.inner
+    for table, first, counts in lookups:
+        if table in indexes:
+            new.following_ids.carry_over(table, first, counts)
     return new.train(compact.training)

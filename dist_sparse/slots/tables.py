@@ -282,6 +282,11 @@ class FollowingTables:
         # The step that admits the reserved ids; -1 if no slot is reserved.
         self._admits_at = -1
         _movers.update(dict.fromkeys(collections, self))
+        # Lookups from before, which compact() has carried over, decide on slots, and belong to no
+        # interval between updates.
+        self._exchange_lookups()
+        for table in self._tables:
+            table.reset_stats()
 
     def step(self) -> None:
         """Call after each optimizer step. Collective in steps with an update, otherwise local.
@@ -311,9 +316,9 @@ class FollowingTables:
                     f"Step {self.steps} needs an update, but batches of the previous update are"
                     f" still in flight: use every >= {self._admits_at - self.steps + self.every}."
                 )
-        # A model's state has reservations if it was saved with batches in flight. Without the state
-        # of the slots no step admits them.
-        self._admit()
+            # A model's state has reservations if it was saved with batches in flight. Without the
+            # state of the slots no step admits them.
+            self._admit()
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
         ahead = max(table.ids.ahead for table in self._tables)
         ahead = int(self._group.all_gather(torch.tensor([ahead])).max())

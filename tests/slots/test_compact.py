@@ -14,12 +14,13 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import FollowingTables, compact, following, sparsify
 from dist_sparse.compaction import following as following_module
 from dist_sparse.slots.tables import FollowingCollection
 from tests.compaction.test_compact_sharded import Run, cell_of, check_equal
-from tests.dist.cells import batch, gathered
+from tests.dist.cells import batch, build, gathered
 from tests.dist.plugin import on_ranks
 
 EVERY = [
@@ -58,6 +59,44 @@ def test_kept_rows_become_slots(world: int, name: str) -> None:
     for key, index in collection.following_ids.slots.items():
         # Rows that pad the shards of compact tables hold no id: their number is of the sharding.
         assert int(before[key].sum()) == index.stored == int(after[key].sum())
+
+
+@on_ranks()
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("world", "name"), [(1, "ec_row_wise"), (2, "mixed"), (4, "row_wise"), (4, "ec_column_wise")]
+)
+def test_lookups_are_carried_over(world: int, name: str, decay: float) -> None:
+    """The counts of ``score="frequency"`` go on, on the ranks that own the ids from now on."""
+    cell = cell_of(world, name)
+    model = build(cell, RowWiseAdagrad, {"lr": 0.1})
+    sparse = sparsify(
+        model, (), level=0.6, begin=2, end=2, score="frequency", decay=decay, block="row"
+    )
+    for step in range(3):
+        model(batch(cell, seed=100 * step + dist.get_rank())).square().mean().backward()
+        sparse.step()
+    expected = {}
+    for key in sparse.sparsifier.masks.tables.names:
+        table = sparse.sparsifier.masks.tables.table(key)
+        lookups = torch.zeros(table.shape[0], dtype=torch.float64)
+        for held in table.leftmost:
+            lookups[held.mask.rect.row : held.mask.rect.row_end] = held.counts.double()
+        dist.all_reduce(lookups)
+        expected[key.removesuffix(".weight").rpartition(".")[2]] = lookups.round().int()
+    assert any(bool((lookups > 1).any()) for lookups in expected.values())
+    model = compact(model, sparse, follow=True)
+    slots = FollowingTables(model, (), every=1)
+    followed = [each for each in slots._tables if each.name in expected]
+    assert followed
+    for each in followed:
+        parts: Any = [None] * world
+        dist.all_gather_object(parts, each.counts.counts)
+        assert torch.equal(torch.cat(parts), expected[each.name])
+        assert not each.lookup_stats.any()
+    # No traffic since: the most looked-up ids hold the slots already.
+    slots.step()
+    assert not any(slots.moved.values())
 
 
 @on_ranks(1)
@@ -168,7 +207,7 @@ def test_a_rank_that_fails_leaves_all_models_whole(monkeypatch: pytest.MonkeyPat
     run.train(3)
     other.train(3)
 
-    def fails(made: Any) -> Any:
+    def fails(made: Any, lookups: Any) -> Any:
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
@@ -179,6 +218,64 @@ def test_a_rank_that_fails_leaves_all_models_whole(monkeypatch: pytest.MonkeyPat
     for mine, same in zip(run.train(2), other.train(2), strict=True):
         check_equal(mine, same, True)
     run.compact(follow=True)
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_count_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks hear of it, and the lookups are not lost."""
+    cell = cell_of(2, "row_wise")
+    run, other = Run(cell), Run(cell)
+    slots = []
+    for each in (run, other):
+        each.train(3)
+        each.compact(follow=True)
+        slots.append(FollowingTables(each.model, each.optimizer, every=1))
+        each.train(1)
+
+    def fails(ids: Any) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(following_module.FollowingIds, "count_batches", fails)
+        with pytest.raises(ValueError, match=r"rank 1.*no room"):
+            slots[0].step()
+    slots[0].step()
+    slots[1].step()
+    for mine, same in zip(slots[0]._tables, slots[1]._tables, strict=True):
+        assert torch.equal(mine.counts.counts, same.counts.counts)
+        assert torch.equal(mine.index.id_of_slot, same.index.id_of_slot)
+
+
+@on_ranks(1)
+def test_only_following_tables_need_names_of_their_own() -> None:
+    """A table that keeps all its rows stays an ordinary one."""
+    nets = nn.ModuleList()
+    for _ in range(2):
+        configs = [_config("item"), _config("user")]
+        bags = EmbeddingBagCollection(configs, device=torch.device("meta"))
+        apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.1})
+        nets.append(bags)
+    plan = ShardingPlan({str(n): _by_table(bags).plan[""] for n, bags in enumerate(nets)})
+    model = DistributedModelParallel(nets, device=torch.device("cpu"), plan=plan)
+    features = _batch("item", "user")
+
+    def pruned(level: dict[str, float]) -> Any:
+        sparse = sparsify(model, (), level=level, begin=0, end=0, block="row", score="norm")
+        for net in model.module:
+            net(features).values().sum().backward()
+        sparse.step()
+        return sparse
+
+    sparse = pruned({"*item*": 0.5, "*user*": 0.0})
+    with pytest.raises(ValueError, match="another table has its name"):
+        compact(model, sparse, follow=True)
+    with pytest.raises(ValueError, match="Invalid follow='yes': must be True or False"):
+        compact(model, sparse, follow="yes")  # type: ignore[arg-type]
+    sparse.detach()
+    sparse = pruned({"0.*item*": 0.5, "1.*item*": 0.0, "0.*user*": 0.0, "1.*user*": 0.5})
+    model = compact(model, sparse, follow=True)
+    assert FollowingTables(model, ()).moved == {"item": 0, "user": 0}
 
 
 @on_ranks(2)
