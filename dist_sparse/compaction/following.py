@@ -345,10 +345,10 @@ class FollowingIds(CompactIds):
             first: the first id that they are of.
             lookups: of ids in their order, ``(n,)``; decayed ones are rounded.
         """
-        times = lookups.cpu().round().long()
-        [places] = times.nonzero(as_tuple=True)
+        # Only what is looked up becomes int64: a table may have 100M ids.
+        [places] = (lookups > 0.5).nonzero(as_tuple=True)
         ids = (places + first).to(self.slots[table].id_of_slot.dtype)
-        self._counted[table].append((ids, times[places]))
+        self._counted[table].append((ids.cpu(), lookups[places].round().long().cpu()))
 
     def take_counts(self, table: str) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of a table that training has looked up on this rank since the
