@@ -120,6 +120,20 @@ MUTATIONS = [
     # -- report
     # ----------------------------------------------------------------------------------------------------------
     M("report/run_log.py", "gathered[rank, :, :size]", "gathered[rank]", "tests/dist/test_run_log.py -k quality"),
+    # -- compaction and slots
+    # ---------------------------------------------------------------------------------------------
+    M("compaction/compact.py", "store.table(name).leftmost", "store.table(name).owned", "tests/slots/test_compact.py -k carried"),
+    M("compaction/replacing.py", "            put(places, {})\n            raise\n", "            raise\n", "tests/compaction/test_compact_agreed.py"),
+    M("compaction/replacing.py", "                drawn[change.site.padding_id] = False\n", "                pass\n", "tests/compaction/test_expand.py tests/compaction/test_initial.py"),
+    M("compaction/moving.py", "made[key], there), source.initial(name, key)", "made[key], there), 0.0", "tests/compaction/test_expand.py"),
+    M("compaction/following.py", "torch.where(inside == flat, found, UNKNOWN)", "found", "tests/slots/test_parts.py"),
+    M("compaction/following.py", "                del self._in_flight[: place + 1]\n", "                del self._in_flight[place]\n", "tests/slots/test_training.py -k dropped"),
+    M("slots/selection.py", "left -= group.all_gather(num_tied)[: group.rank].sum(0)", "left -= 0", "tests/slots/test_sharded.py -k slots_rows"),
+    M("slots/selection.py", "        self.counts.copy_(counts)\n        self._touched = None\n", "        self.counts.copy_(counts)\n        self._touched = []\n", "tests/slots/test_states.py"),
+    M("slots/tables.py", "keys = 2 * self.counts.of(ids) + holds", "keys = 2 * self.counts.of(ids)", "tests/slots/test_training.py -k tie"),
+    M("slots/tables.py", "                shards[number][rows.to(weight.device)] = initial\n", "                pass\n", "tests/slots/test_training.py tests/slots/test_sharded.py"),
+    M("slots/tables.py", "        if not ahead:\n            self._admit()\n", "        self._admit()\n", "tests/slots/test_training.py -k ahead"),
+    M("slots/tables.py", "        self._exchange_lookups()\n        for table in self._tables:\n            table.reset_stats()\n", "        self._exchange_lookups()\n", "tests/slots/test_compact.py -k carried"),
     # -- serving
     # ---------------------------------------------------------------------------------------------------------
     M("serving/export.py", "        yield chunks\n", "        yield iter(list(chunks))\n", "tests/serving/test_export_ranks.py -k no_rank_holds"),

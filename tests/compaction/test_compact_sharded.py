@@ -300,6 +300,26 @@ def test_removed_ids_are_not_sent() -> None:
     assert totals[0] == totals[1] < totals[2] / 2
 
 
+@on_ranks(4)
+def test_rows_that_pad_a_compact_table_are_never_kept() -> None:
+    """Masks that remove few rows keep some of them."""
+    run = Run(cell_of(4, "row_wise"), level=0.5)
+    run.train(2)
+    run.compact()
+    first = run.model.module.sparse.tables.ids.table_indexes()
+    run.enforcer.detach()
+    run.prune(0.1)
+    flags = kept_rows(run.sparsifier)
+    padding = {name: flags[name][index.num_kept :] for name, index in first.items()}
+    assert any(map(torch.any, padding.values()))
+    features = batch(run.cell, seed=dist.get_rank())
+    before = run.model(features).detach()
+    run.compact()
+    check_equal(run.model(features), before, False)
+    for name, index in run.model.module.sparse.tables.ids.table_indexes().items():
+        assert index.num_kept == int(flags[name].sum()) - int(padding[name].sum())
+
+
 @on_ranks(2)
 def test_twice() -> None:
     """A compact model is sparsified and compacted again: bitmaps compose, and it still gives what

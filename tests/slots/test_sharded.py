@@ -21,6 +21,8 @@ from tests.slots.oracle import Oracle, holders, initial
 
 EVERY = [(world, kind) for world in (1, 2, 4) for kind in kinds(world)]
 HOW: dict[str, Any] = {"every": 3, "admit_after": 2, "decay": 0.7}
+# Counts of whole lookups: many ids have the same.
+TIES: dict[str, Any] = {"every": 2}
 PROTECTED = {"item": [7, 30], "user": [0]}
 
 
@@ -79,13 +81,21 @@ def check_summary(text: str, oracles: dict[str, Oracle]) -> None:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "kind"), EVERY)
-def test_slots_rows_and_lookups(world: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "kind", "how"),
+    [
+        *((world, kind, HOW) for world, kind in EVERY),
+        (1, "table_wise", TIES),
+        (2, "row_wise", TIES),
+        (4, "grid", TIES),
+    ],
+)
+def test_slots_rows_and_lookups(world: int, kind: str, how: dict[str, Any]) -> None:
     built = build(world, kind, mean=kind == "row_wise")
     model, optimizer = built.model, built.optimizer
-    slots = FollowingTables(model, optimizer, protect_ids=PROTECTED, **HOW)
+    slots = FollowingTables(model, optimizer, protect_ids=PROTECTED, **how)
     oracles = {
-        table: Oracle(IDS[table], SLOTS[table], protected=PROTECTED[table], **HOW)
+        table: Oracle(IDS[table], SLOTS[table], protected=PROTECTED[table], **how)
         for table in SLOTS
     }
     for step in range(14):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed import TrainPipelineSparseDist
 
 from dist_sparse import Checkpoints, FollowingTables, expand, plan, sparsify
@@ -138,6 +139,24 @@ def test_evaluation_counts_nothing() -> None:
     assert len(out) == int(lengths.sum())
     slots.step()
     assert min(slots.moved.values()) > 2
+
+
+@on_ranks(1)
+def test_a_tie_moves_no_row() -> None:
+    """Of equal counts holders stay, then smaller ids win."""
+    built = build(1, "row_wise")
+    slots = FollowingTables(built.model, built.optimizer, every=1)
+
+    def held_after(item: list[int]) -> list[int]:
+        lengths = torch.tensor([1] * len(item) + [0] * 3 * len(item))
+        keys = [key for keys in FEATURES.values() for key in keys]
+        built.model(KeyedJaggedTensor(keys, torch.tensor(item), lengths=lengths))
+        slots.step()
+        return sorted(holders(built.model.state_dict(), "item"))
+
+    assert held_after([*range(20, 30), *range(20, 29)]) == [*range(20, 30)]
+    # 29 has one lookup, and 7, 8 and all other holders have two: one of them gets its slot.
+    assert held_after([8, 8, 7, 7]) == [7, *range(20, 29)]
 
 
 def train(built: Built, slots: FollowingTables, steps: range, world: int, spread: int = 1) -> None:
