@@ -129,7 +129,7 @@ MUTATIONS = [
     M("compaction/following.py", "torch.where(inside == flat, found, UNKNOWN)", "found", "tests/slots/test_parts.py"),
     M("compaction/following.py", "                del self._in_flight[: place + 1]\n", "                del self._in_flight[place]\n", "tests/slots/test_training.py -k dropped"),
     M("slots/selection.py", "left -= group.all_gather(num_tied)[: group.rank].sum(0)", "left -= 0", "tests/slots/test_sharded.py -k slots_rows"),
-    M("slots/selection.py", "        self.counts.copy_(counts)\n        self._touched = None\n", "        self.counts.copy_(counts)\n        self._touched = []\n", "tests/slots/test_states.py"),
+    M("slots/selection.py", "        self.counts.copy_(counts)\n        self._touched = None\n", "        self.counts.copy_(counts)\n        self._touched = []\n", "tests/slots/test_training.py -k saved"),
     M("slots/tables.py", "keys = 2 * self.counts.of(ids) + holds", "keys = 2 * self.counts.of(ids)", "tests/slots/test_training.py -k tie"),
     M("slots/tables.py", "                shards[number][rows.to(weight.device)] = initial\n", "                pass\n", "tests/slots/test_training.py tests/slots/test_sharded.py"),
     M("slots/tables.py", "        if not ahead:\n            self._admit()\n", "        self._admit()\n", "tests/slots/test_training.py -k ahead"),
