@@ -117,6 +117,18 @@ def parse_tolerance(text: str) -> float:
     return float(_match(r"(\d+|\d*\.\d+)(e-\d+)?", text, rule)[0])
 
 
+def existing_path(text: str) -> Path:
+    """Return the path of a file or folder.
+
+    Raises:
+        ArgumentTypeError: it does not exist.
+    """
+    # A link that leads nowhere exists: what reads it says more.
+    if not os.path.lexists(text):
+        raise ArgumentTypeError(f"{text!r} does not exist.")
+    return Path(text)
+
+
 def _match(pattern: str, text: str, rule: str) -> re.Match[str]:
     # ASCII: \d would match digits of other scripts.
     match = re.fullmatch(pattern, text, re.ASCII)

@@ -2,9 +2,10 @@
 the result.
 
 A subcommand imports its function, and torch with it, when it runs: `--help` and `doctor` need no
-torch. Exit status 2 means that the command line has to be changed, FUNCTION included; 1 is any
-other failure that a user can fix (a ValueError, a file that can't be read or written, a missing
-package). Both print a sentence or two; other exceptions keep their traceback.
+torch. Exit status 2 means that the command line has to be changed: an option, a path that does not
+exist, or FUNCTION. 1 is any other failure that a user can fix (a ValueError, a file that can't be
+read or written, a missing package). Both print a sentence or two; other exceptions keep their
+traceback.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pathlib import Path
 import dist_sparse
 from dist_sparse.cli.arguments import (
     EntryError,
+    existing_path,
     model_and_evaluate,
     model_and_optimizer,
     parse_budget,
@@ -96,8 +98,8 @@ def _run_command(words: list[str]) -> int:
 
 
 # Options by the names of their Python arguments.
-_TYPED = {"out": "--out", "path": "--out", "metric": "--metric", "methods": "--method"}
-_TYPED["rotate"] = "--rotate"
+_TYPED = {"path": "--out", "methods": "--method"}
+_TYPED |= {name: f"--{name}" for name in ("out", "metric", "rotate")}
 
 
 def parser() -> Parser:
@@ -195,7 +197,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from dist_sparse.report.run import read_run
     from dist_sparse.report.summary import inspect_text, numbers
 
-    folder = Path(options.folder)
+    folder = options.folder
     is_step = folder.name.startswith("step-") or any(folder.glob("step-*"))
     # Checkpoints have no JSON form.
     if is_step and not options.json:
@@ -304,11 +306,14 @@ _ROTATE = option(
     action="append",
     metavar="A,B",
 )
-_ARTIFACT = option("folder", help="the folder that export wrote", metavar="ARTIFACT")
+_ARTIFACT = option(
+    "folder", help="the folder that export wrote", type=existing_path, metavar="ARTIFACT"
+)
 _DELTAS = option(
     "deltas",
     help="deltas after it, in order",
     nargs="*",
+    type=existing_path,
     # Without a default, argparse would list it among the arguments that are required.
     default=[],
     metavar="DELTA",
@@ -327,7 +332,12 @@ RUN is a folder that RunLog wrote, or one of Checkpoints: all steps are listed;
 of one step, every byte is verified and each tensor is shown.
 """,
         [
-            option("folder", help="the folder of the run, or of checkpoints", metavar="RUN"),
+            option(
+                "folder",
+                help="the folder of the run, or of checkpoints",
+                type=existing_path,
+                metavar="RUN",
+            ),
             _JSON,
         ],
     ),
@@ -343,7 +353,9 @@ started last. The first RUN is compared with the others; one alone with the runs
 in folders inside its own.
 """,
         [
-            option("folders", help="the folder of a run", nargs="+", metavar="RUN"),
+            option(
+                "folders", help="the folder of a run", nargs="+", type=existing_path, metavar="RUN"
+            ),
             option(
                 "--out",
                 help=f"the HTML file; default: RUN/report.html, of several runs {_COMPARISON} in"

@@ -219,13 +219,12 @@ def plan(
         # Ranks that plan for different tables or budgets would recommend different candidates.
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate"] = [limit, groups]
-    total = dense_bytes(tables)
     untouched: dict[str, int] = {}
     # Outside of the block above: counting untouched rows communicates.
     if isinstance(model, nn.Module):
         untouched = untouched_rows(model, located, optimizer)
     # parse_budget() returns a share as a float, and bytes as an int.
-    budget_bytes = math.floor(limit * total) if isinstance(limit, float) else limit
+    budget_bytes = math.floor(limit * dense_bytes(tables)) if isinstance(limit, float) else limit
     choices = Choices(tables=tables, budget=budget_bytes, groups=groups, untouched=untouched)
     candidates = tuple(choices.all())
     recommended, why = _recommend(choices, candidates)

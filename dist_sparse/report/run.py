@@ -215,14 +215,21 @@ class Run:
     number: int = 0
 
     @property
+    def seeds(self) -> dict[str, Any]:
+        """The entries of the config that end with ``seed``, by dotted keys."""
+        return {key: value for key, value in flat(self.config).items() if key.endswith("seed")}
+
+    @property
     def method(self) -> str:
-        """The config without its seeds, as text, which is equal for runs that differ by chance
-        alone; the name of a run whose config has no seed."""
-        config = flat(self.config)
-        unseeded = {key: value for key, value in config.items() if not key.endswith("seed")}
-        if len(unseeded) == len(config):
+        """The config without its seeds, and what was pruned, as text, which is equal for runs that
+        differ by chance alone; the name of a run whose config has no seed."""
+        if not self.seeds:
             return self.name
-        return json.dumps(unseeded, sort_keys=True)
+        config = flat(self.config) | dict.fromkeys(self.seeds)
+        # A model before and after its rows were removed may share a config and its seed; the level
+        # "untouched" has no target.
+        pruned = [self.trained, bool(self.states), target_of(self.states)]
+        return json.dumps([config, *pruned], sort_keys=True)
 
     @property
     def all_runs(self) -> list[Run]:
@@ -232,8 +239,7 @@ class Run:
     @property
     def end(self) -> int:
         """The last step of the charts: a mask update may be logged after the last values."""
-        steps = [step for step, _ in self.due[-1:]]
-        return max([self.last_step or 0, *steps])
+        return max([self.last_step or 0, *(step for step, _ in self.due[-1:])])
 
     @property
     def undone(self) -> tuple[int, GuardCheck] | None:
@@ -263,8 +269,8 @@ class Run:
         """Dense bytes of all tables of the model, or of the registered ones if the model is not
         known; None if unknown."""
         # Registered tables are in both: their statistics at the end take precedence.
-        registered = {table.name: table.table_bytes for table in self.tables}
-        sizes = {**self.model_tables, **registered}
+        sizes = dict(self.model_tables)
+        sizes |= {table.name: table.table_bytes for table in self.tables}
         return sum(sizes.values()) if sizes else None
 
     @property
@@ -425,11 +431,7 @@ def _read(folder: Path) -> Run:
             name=about["name"] or folder.resolve().name,
             model_tables=about["tables"],
             artifacts=read_artifacts(folder),
-            command=about["command"],
-            started=about["started"],
-            world=about["world"],
-            versions=about["versions"],
-            config=about["config"],
+            **{key: about[key] for key in ("command", "started", "world", "versions", "config")},
             **reader.fields(),
         )
     except KeyError as error:

@@ -13,8 +13,9 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dist_sparse.records import FATES, SlotUpdate, TableStats
 from dist_sparse.report.run import ArtifactBytes, Run, flat, share_of, sparsity_of, target_of, total
@@ -94,10 +95,10 @@ _MISSING = {"delta": ""}
 
 def cells_of(row: Mapping[str, Any], columns: _Columns = COLUMNS) -> list[str]:
     """Return the cells of a row as text."""
-    cells = []
-    for key, text_of in columns.values():
-        cells.append(_MISSING.get(key, "-") if row[key] is None else text_of(row[key]))
-    return cells
+    return [
+        _MISSING.get(key, "-") if row[key] is None else text_of(row[key])
+        for key, text_of in columns.values()
+    ]
 
 
 def baseline(run: Run) -> Run:
@@ -106,6 +107,15 @@ def baseline(run: Run) -> Run:
     # Narrow and hashed models have no mask updates either: the dense one has the largest tables.
     dense = [one for one in run.all_runs if not one.due]
     return max(dense, key=lambda one: one.bytes_dense or 0, default=run)
+
+
+def base_of(one: Run, run: Run) -> Run:
+    """Return the run that ``one`` of the runs is compared with: the baseline of the same seed, or
+    the baseline itself if none has it."""
+    base = baseline(run)
+    # Reversed: the first of equal runs counts, as in baseline().
+    seeded = {(each.method, str(each.seeds)): each for each in reversed(run.all_runs)}
+    return seeded.get((base.method, str(one.seeds)), base)
 
 
 def whole_bytes(run: Run) -> int | None:
@@ -119,8 +129,9 @@ def compare(run: Run) -> list[dict[str, Any]]:
 
     ``sparsity``: share of removed blocks. ``bytes``: of the kept weights of all tables; ``share``:
     of the baseline's dense bytes. ``auc``: the last test AUC, else the last AUC; ``delta``: minus
-    the baseline's. ``ms_per_step``: as logged, else of rank 0 while the log was open. ``changed``:
-    entries of its config that differ from the baseline's, by dotted keys; a missing key is None.
+    that of the baseline, of the same seed if there is one. ``ms_per_step``: as logged, else of rank
+    0 while the log was open. ``changed``: entries of its config that differ from the baseline's, by
+    dotted keys; a missing key is None.
     """
     base = baseline(run)
     whole = whole_bytes(run)
@@ -136,7 +147,7 @@ def compare(run: Run) -> list[dict[str, Any]]:
             "share": share_of(one.bytes_kept, whole),
             "auc": auc,
             # Both runs need the same series: training AUC and test AUC are of different examples.
-            "delta": difference(one, base, series),
+            "delta": difference(one, base_of(one, run), series),
             "ms_per_step": one.ms_per_step,
             "changed": {key: new.get(key) for key in new | old if old.get(key) != new.get(key)},
         }
@@ -194,53 +205,51 @@ def verdict(run: Run) -> str:
     baseline has no AUC.
     """
     base = baseline(run)
-    groups = _seeds_of(run)
-    [same] = [group for group in groups if base in group]
-    wanted = _known_aucs(same)
+    by_method: dict[str, list[Run]] = defaultdict(list)
+    for one in run.all_runs:
+        by_method[one.method].append(one)
+    groups = by_method.values()
+    wanted = _known_aucs(by_method[base.method])
     if not run.compared or not wanted:
         return ""
     goal = f"within {TOLERANCE} of {base.name}'s AUC ({_mean_text(wanted)})"
-    good, at_once = _artifacts_from(run, groups, _mean(wanted) - TOLERANCE)
-    if not good:
-        advice = f"Nothing is {goal}."
-    elif not at_once or at_once[0] == good[0]:
-        advice = f"Serve {good[0]}, the smallest {goal}."
-    else:
-        advice = f"Serve {at_once[0]}, the smallest {goal} without a second training."
-        advice += f" Smaller, with a second training: {good[0]}."
+    advice = f"Nothing is {goal}."
+    if good := _artifacts_from(run, groups, sum(wanted) / len(wanted) - TOLERANCE):
+        # Tuples are ordered by their bytes first.
+        smallest = min(good)
+        served = min(filter(attrgetter("at_once"), good), default=smallest)
+        advice = f"Serve {served.text}, the smallest {goal}."
+        if served != smallest:
+            advice = (
+                f"{advice[:-1]} without a second training. Smaller, with a second training:"
+                f" {smallest.text}."
+            )
     return f"{advice} {_seed_noise(groups)}"
-
-
-def _seeds_of(run: Run) -> list[list[Run]]:
-    """Return all runs in groups of those that differ in their seeds alone."""
-    groups: dict[Any, list[Run]] = defaultdict(list)
-    for one in run.all_runs:
-        # A model before and after its rows were removed may share a config and its seed.
-        groups[one.method, one.trained, target_of(one.states)].append(one)
-    return list(groups.values())
 
 
 def _known_aucs(group: Sequence[Run]) -> list[float]:
     return [auc for one in group if (auc := quality(one)[1]) is not None]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _mean_text(aucs: Sequence[float]) -> str:
     """Return the AUC of one run, or the mean and range over several seeds."""
-    mean = f"{_mean(aucs):.4f}"
+    mean = f"{sum(aucs) / len(aucs):.4f}"
     if len(aucs) == 1:
         return mean
     return f"{mean}, mean of {len(aucs)} seeds from {min(aucs):.4f} to {max(aucs):.4f}"
 
 
-def _artifacts_from(
-    run: Run, groups: Iterable[Sequence[Run]], least: float
-) -> tuple[list[str], list[str]]:
-    """Return the artifacts with a mean AUC over seeds of at least ``least``, as text, the smallest
-    first; and those among them that need no second training."""
+class _Good(NamedTuple):
+    """An artifact at the AUC of the baseline: its bytes, itself as text, and whether it needs no
+    second training."""
+
+    bytes: int
+    text: str
+    at_once: bool
+
+
+def _artifacts_from(run: Run, groups: Iterable[Sequence[Run]], least: float) -> list[_Good]:
+    """Return the artifacts with a mean AUC over seeds of at least ``least``."""
     good = []
     for group in groups:
         one = group[0]
@@ -251,15 +260,13 @@ def _artifacts_from(
             by_name[artifact.name].append(artifact)
         for name, seeds in by_name.items():
             aucs = [artifact.auc for artifact in seeds]
-            if _mean(aucs) >= least:
+            if sum(aucs) / len(aucs) >= least:
                 # Seeds of untouched rows differ in their bytes.
                 taken = max(artifact.bytes for artifact in seeds)
                 share = percent(share_of(taken, whole_bytes(run)))
                 facts = f"{size(taken)}, {share} of dense, AUC {_mean_text(aucs)}"
-                good.append((taken, aucs, f"{one.name}, {name} ({facts})", at_once))
-    good.sort()
-    texts = [text for _, _, text, _ in good]
-    return texts, [text for _, _, text, at_once in good if at_once]
+                good.append(_Good(taken, f"{one.name}, {name} ({facts})", at_once))
+    return good
 
 
 def _seed_noise(groups: Iterable[Sequence[Run]]) -> str:
@@ -407,10 +414,7 @@ def inspect_text(run: Run) -> str:
     facts = {"last": ", ".join(f"{name} {value:.4g}" for name, value in last)}
     # A run that has only following tables has no masks.
     if run.states or not run.slots:
-        looked_up = removed = 0
-        for table_lookups, removed_lookups in run.lookups.values():
-            looked_up += table_lookups
-            removed += removed_lookups
+        looked_up, removed = map(sum, zip((0, 0), *run.lookups.values(), strict=True))
         share = percent(removed / looked_up) if looked_up else ""
         facts |= {"mask updates": str(len(run.due)), "lookups of removed rows": share}
     facts["following tables"] = fates_text(run)

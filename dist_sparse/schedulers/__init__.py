@@ -64,6 +64,7 @@ class ReadyDataScheduler(BaseDataScheduler):
         ValueError: a step or an interval is invalid, a level is outside [0, 1] (where
             ``schedule_param`` is "sparsity_level"), a name or glob matches no data, or ranks have
             different plans. On every rank, even if one alone is wrong.
+        TypeError: an argument is unknown.
     """
 
     def __init__(
@@ -77,7 +78,13 @@ class ReadyDataScheduler(BaseDataScheduler):
         every: int = 1,
         last_epoch: int = -1,
         verbose: bool = False,
+        **unknown: Any,
     ) -> None:
+        # Python's error would name this class, not the one that was called.
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__}() has no argument {', '.join(unknown)}; see final or fn."
+            )
         # Before the base class, whose constructor takes the first step.
         self.initial = initial
         self.begin = begin
@@ -198,11 +205,8 @@ class ReadyDataScheduler(BaseDataScheduler):
             self._refuse(error)
 
     def _check_plan(self) -> None:
-        window = self.window
-        # Python's ints, checked.
-        self.begin = window.begin
-        self.end = window.end
-        self.every = window.every
+        # begin, end and every as Python's ints, checked.
+        self.__dict__.update(vars(self.window))
         self.initial = self._checked("initial", self.initial)
 
     def _checked(self, what: str, value: object) -> Any:
@@ -219,8 +223,8 @@ class CurveDataScheduler(ReadyDataScheduler):
         curve: a pure function of :mod:`dist_sparse.schedulers.curves`, or one of your own: ``curve(
             step, initial, final, begin, end) -> value``, the same on every rank. Not saved in the
             state. None is the curve that the class is named after.
-        final: the value at ``end`` and after, for all data, or a mapping from names or globs to
-            values; the last match wins. Data without a match is not scheduled.
+        final: the value at ``end`` and after, required: for all data, or a mapping from names or
+            globs to values; the last match wins. Data without a match is not scheduled.
         initial: as in :class:`ReadyDataScheduler`, like the next three.
         begin: the first mask update.
         end: the last mask update. Curves that grow need it.
@@ -231,7 +235,7 @@ class CurveDataScheduler(ReadyDataScheduler):
         verbose: as there.
 
     Raises:
-        ValueError: see :class:`ReadyDataScheduler`.
+        ValueError, TypeError: see :class:`ReadyDataScheduler`.
 
     Example::
 
@@ -266,11 +270,12 @@ class CurveDataScheduler(ReadyDataScheduler):
         schedule_param: str = "sparsity_level",
         *,
         curve: Curve | None = None,
-        final: Finals,
+        final: Finals | None = None,
         **plan: Any,
     ) -> None:
         self.curve = curve or type(self)._curve
-        self.final = dict(final) if isinstance(final, Mapping) else final
+        # None is refused with the other values, after unknown arguments.
+        self.final: Any = dict(final) if isinstance(final, Mapping) else final
         super().__init__(data_sparsifier, schedule_param, **plan)
 
     def stop_at(self, step: int | None) -> None:
@@ -317,7 +322,7 @@ class CurveDataScheduler(ReadyDataScheduler):
         return round(value) if only_ints else float(value)
 
     @property
-    def _given(self) -> Finals:
+    def _given(self) -> Any:
         return self.final
 
     def _check_plan(self) -> None:

@@ -246,16 +246,14 @@ class SparseTraining:
 
     def _lookups_text(self) -> str:
         known = removed_lookups(self.sparsifier.masks.tables, "summary()")
-        # A table that no forward has looked up has no share.
-        seen = {name: counts for name, counts in known.items() if counts[0]}
-        if not seen:
-            return "not known (no training forward was counted)"
-        all_lookups = all_removed = 0
         shares = []
-        for name, (lookups, removed) in seen.items():
-            all_lookups += lookups
-            all_removed += removed
-            shares.append(f"{name} {percent(removed / lookups)}")
+        for name, (lookups, removed) in known.items():
+            # A table that no forward has looked up has no share.
+            if lookups:
+                shares.append(f"{name} {percent(removed / lookups)}")
+        if not shares:
+            return "not known (no training forward was counted)"
+        all_lookups, all_removed = map(sum, zip(*known.values(), strict=True))
         return f"{percent(all_removed / all_lookups)} ({', '.join(shares)})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -375,6 +373,17 @@ class SparseTraining:
             compare_replicas(self.sparsifier, self._replicas)
         self.sparsifier.step()
         self._guard.after_step()
+        # enable_mask_update is still as before_step() has set it.
+        if (
+            self.sparsifier.enable_mask_update
+            and self.sparsifier.masks.tables.keeps_all
+            and "untouched" in self._level_text()
+        ):
+            warn_on_first_rank(
+                f'level="untouched" removed no row at step {self.scheduler.last_epoch}: training'
+                " has touched every row.",
+                stacklevel=3,
+            )
         self.scheduler.step()
 
     def _detached(self) -> bool:
@@ -443,9 +452,10 @@ def sparsify(
             none matches stay at 0. ``"untouched"`` removes the rows that training has never looked
             up, and no others, which is lossless on training data: by Adagrad's sums, or by counts
             with ``score="frequency"``; once at ``end``, or as ``schedule="constant"`` says. A row
-            that is looked up later comes back at the next mask update, at 0. ``"auto"`` raises the
-            level step by step until :meth:`SparseTraining.guard` undoes a step; no mask update
-            happens before its first call.
+            that is looked up later comes back at the next mask update, at 0. A warning says so if
+            training has touched every row, so that nothing is removed. ``"auto"`` raises the level
+            step by step until :meth:`SparseTraining.guard` undoes a step; no mask update happens
+            before its first call.
         budget: instead of ``level``, the most that the tables may take at the end: bytes, or a
             share of them, ``"20%"`` or 0.2. It counts the bytes that are served, as
             :func:`~dist_sparse.plan` does, in the dtype of training. All tables then have the same

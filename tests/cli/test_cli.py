@@ -71,11 +71,11 @@ def test_alone_it_prints_its_help(words: list[str], capsys: pytest.CaptureFixtur
             "plan: error: unrecognized arguments: --rotat",
         ),
         (
-            ["report", "a", "--opne"],
+            ["report", ".", "--opne"],
             "report: error: unrecognized arguments: --opne; did you mean --open?",
         ),
         (
-            ["report", "a", "--bogus"],
+            ["report", ".", "--bogus"],
             "dist-sparse report: error: unrecognized arguments: --bogus\n",
         ),
         (["merge"], "the following arguments are required: ARTIFACT, --out\n"),
@@ -83,7 +83,14 @@ def test_alone_it_prints_its_help(words: list[str], capsys: pytest.CaptureFixtur
             ["selftest", "--nproc", "99"],
             "argument --nproc: invalid choice: 99 (choose from 1, 2, 3",
         ),
-        (["report", "a", "--zzz"], "dist-sparse report: error: unrecognized arguments: --zzz\n"),
+        (["inspect", "nothere"], "inspect: error: argument RUN: 'nothere' does not exist."),
+        (["inspect", "step-00000001"], "argument RUN: 'step-00000001' does not exist."),
+        (["report", ".", "nothere"], "argument RUN: 'nothere' does not exist."),
+        (["serve-check", "nothere"], "argument ARTIFACT: 'nothere' does not exist."),
+        (["serve-check", ".", "nothere"], "argument DELTA: 'nothere' does not exist."),
+        (["merge", "nothere", "--out", "x"], "argument ARTIFACT: 'nothere' does not exist."),
+        (["launch", "nothere"], "error: Invalid SCRIPT='nothere': there is no such file."),
+        (["report", ".", "--zzz"], "dist-sparse report: error: unrecognized arguments: --zzz\n"),
         (["launch", "--nprocs=2", "a.py"], "arguments: --nprocs=2; did you mean --nproc?"),
         (["plan", "f.py:f", "--budget", "80"], "No table fits in 80 bytes. Did you mean 80%?"),
         (
@@ -266,9 +273,7 @@ def test_plan_of_a_module(
     ("words", "message"),
     [
         (["inspect", "{model}"], "holds no run: there is no run.json"),
-        (["inspect", "nothere"], "inspect: nothere does not exist."),
-        (["inspect", "step-00000001"], "holds no checkpoint of step 1"),
-        (["report", "nothere"], "report: nothere does not exist."),
+        (["serve-check", "{model}"], "serve-check: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -289,7 +294,7 @@ def test_a_failure_is_one_sentence_and_1(
             ["plan", "{model}:driving", "--budget", "1%", "--rotate", "x"],
             "of the tables ['a\\x1b[2J']",
         ),
-        (["merge", "served", "delta", "--out", "{model}"], "merge: Invalid --out='"),
+        (["merge", "{model}", "{model}", "--out", "{model}"], "merge: Invalid --out='"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -208,6 +208,12 @@ def test_pages_say_how_to_activate_the_environment_before_its_command(file: Path
     assert not used or re.search(r"activated?\b", before), "says nothing of the environment"
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/tutorial.md"])
+def test_first_pages_import_no_inner_module(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert re.findall(r"^(?:from|import) dist_sparse\.\w+\.\w+.*", text, re.MULTILINE) == []
+
+
 def test_the_readme_has_the_two_commands() -> None:
     shell = [
         line

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dist_sparse import ROW, DataNormSparsifier, RunLog
+from dist_sparse import ROW, DataNormSparsifier, RunLog, sparsify
 from dist_sparse.cli.main import main
 from dist_sparse.report import add_artifact, read_run, write_report
 from dist_sparse.report.charts import Chart, Line, charts
@@ -318,6 +318,47 @@ def test_the_verdict_compares_means_over_seeds(tmp_path: Path) -> None:
         [chart] = [each for each in charts(run) if each.key == "auc_bytes"]
         main = {line.name for line in chart.lines if line.role == "main"}
         assert {name.split()[0] for name in main} == {first.split()[0]} and len(main) == 2
+
+
+def test_a_delta_is_against_the_same_seed(tmp_path: Path) -> None:
+    for seed, (dense, small) in enumerate([(0.8, 0.795), (0.806, 0.803)]):
+        log(tmp_path / f"dense {seed}", auc=dense, rows=8, seed=seed)
+        log(tmp_path / f"small {seed}", dim=2, auc=small, rows=2, seed=seed)
+    log(tmp_path / "other", dim=2, auc=0.801)
+    names = ["dense 0", "small 1", "small 0", "dense 1", "other"]
+    run = read_run(*[tmp_path / name for name in names])
+    deltas = [row["delta"] for row in compare(run)]
+    assert deltas == [None, *map(pytest.approx, (-0.003, -0.005)), None, pytest.approx(0.001)]
+    run = read_run(tmp_path / "small 1", tmp_path / "dense 0", tmp_path / "dense 1")
+    assert "-0.0030 against dense 1 (0.8060)" in page(run, charts(run))
+    assert " at -0.0030 test AUC" in headline(run)
+
+
+def test_a_run_of_untouched_rows(tmp_path: Path) -> None:
+    """It has the config of a dense run, another color, and no column that is the same in all its
+    tables."""
+    for name in ("dense", "untouched"):
+        model = nn.ModuleDict({"item": nn.EmbeddingBag(100, 4), "day": nn.EmbeddingBag(20, 4)})
+        optimizer = torch.optim.Adagrad(model.parameters())
+        with sparsify(model, optimizer, level="untouched", end=1, include="item") as sparse:
+            given = None if name == "dense" else sparse
+            with RunLog(tmp_path / name, given, model=model, config={"seed": 1}) as held:
+                for step in range(2):
+                    model["item"](torch.arange(50).view(5, 10)).sum().backward()
+                    optimizer.step()
+                    sparse.step()
+                    held.step(step, auc=0.5 + step / 10)
+    run = read_run(tmp_path / "untouched", tmp_path / "dense")
+    [chart] = [each for each in charts(run) if each.key == "value_auc"]
+    assert [line.role for line in chart.lines] == ["main", "other"]
+    head = r"<th [^>]*>(target|pruned|threshold|dead rows)</th>"
+    text = page(run, charts(run))
+    assert re.findall(head, text) == ["pruned"]
+    rows = re.findall("<tr>.*?</tr>", text[text.index("All 2 tables") :])
+    assert [row.count("<th ") + row.count("<td ") for row in rows] == [10, 10, 10]
+    log(tmp_path / "level", level=0.5)
+    run = read_run(tmp_path / "level")
+    assert len(re.findall(head, page(run, charts(run)))) == 4
 
 
 def test_a_series_is_drawn_against_the_baseline(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -132,6 +133,22 @@ class TestSparsify:
             assert sparse.sparsifier.full_mask("weight").all(1).nonzero().flatten().tolist() == [
                 *range(10)
             ]
+
+    @pytest.mark.parametrize("rows", [9, 10])
+    def test_warns_if_no_row_is_untouched(self, rows: int) -> None:
+        model = nn.EmbeddingBag(10, 4)
+        optimizer = optim.Adagrad(model.parameters())
+        with (
+            sparsify(model, optimizer, level="untouched", end=1, min_rows=0) as sparse,
+            warnings.catch_warnings(record=True) as warned,
+        ):
+            for _ in range(4):
+                model(torch.arange(rows)[None]).sum().backward()
+                optimizer.step()
+                sparse.step()
+        texts = [str(each.message) for each in warned]
+        says = 'level="untouched" removed no row at step 1: training has touched every row.'
+        assert texts == ([says] if rows == 10 else [])
 
     @pytest.mark.parametrize("initial", [0.5, 0.1, 0.7])
     @pytest.mark.parametrize("kind", [optim.Adagrad, RowWiseAdagrad])
