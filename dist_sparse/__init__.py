@@ -33,7 +33,6 @@ Names are loaded when they are first used: ``import dist_sparse`` does not need 
 ``dist-sparse doctor`` runs where torch is missing or broken. ``__init__.pyi`` has the types.
 """
 
-import sys
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -92,13 +91,6 @@ def __getattr__(name: str) -> object:
     elif name in _SUBMODULES:
         found = import_module(f"{__name__}.{name}")
     else:
-        # Only from Python 3.12 on does an import statement suggest a name, of those in dir().
-        if sys._getframe(1).f_code.co_name == "_handle_fromlist":
-            from difflib import get_close_matches
-
-            # importlib lets __import__() ask for unknown names: those are near none.
-            for near in get_close_matches(name, [*__dir__(), *_MOVED], 1):
-                raise ImportError(f"cannot import name {name!r}; did you mean {near!r}?")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found
     return found

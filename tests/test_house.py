@@ -167,17 +167,6 @@ def test_import_alone_needs_nothing() -> None:
         dist_sparse.__getattr__("sparsfy")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "near"), [("sparsfy", "sparsify"), ("LinearDataSchedular", "LinearDataScheduler")]
-)
-def test_imports_suggest_near_names(wrong: str, near: str) -> None:
-    with pytest.raises(ImportError, match=f"cannot import name '{wrong}'.*mean '{near}'"):
-        exec(f"from dist_sparse import {wrong}")
-    assert not hasattr(dist_sparse, wrong)
-    # As tools import a module by name.
-    assert __import__("dist_sparse", fromlist=["dummy"]) is dist_sparse
-
-
 def test_the_stub_has_the_public_names() -> None:
     """Type checkers and editors read the stub, the interpreter ``__init__.py``: the same names, of
     the same modules."""

@@ -205,8 +205,11 @@ class ReadyDataScheduler(BaseDataScheduler):
             self._refuse(error)
 
     def _check_plan(self) -> None:
-        # begin, end and every as Python's ints, checked.
-        self.__dict__.update(vars(self.window))
+        window = self.window
+        # Python's ints, checked.
+        self.begin = window.begin
+        self.end = window.end
+        self.every = window.every
         self.initial = self._checked("initial", self.initial)
 
     def _checked(self, what: str, value: object) -> Any:
