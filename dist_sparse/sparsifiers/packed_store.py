@@ -393,10 +393,6 @@ class PackedStore:
         """Return the masks of this rank's shards, in their order."""
         return self._tables[name].masks
 
-    def samples(self, name: str) -> list[Tensor]:
-        """Return :attr:`Held.samples` of this rank's shards."""
-        return [held.samples for held in self._tables[name].shards]
-
     def replace(self, data: ShardedData, made: NewMasks) -> None:
         """Replace the masks of this rank's shards in a mask update, by masks of the rectangles that
         it holds in ``data``."""
