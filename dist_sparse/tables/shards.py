@@ -110,6 +110,11 @@ class ShardedData:
     copied: bool = False
 
     @property
+    def holders(self) -> tuple[int, ...]:
+        """The global ranks that hold the tensor, in group order."""
+        return self.ranks or (0,)
+
+    @property
     def replicated(self) -> bool:
         """Whether any rectangle is held more than once."""
         return len(self.rects) < sum(map(len, self.tiling))
