@@ -13,7 +13,7 @@ import os
 import re
 import reprlib
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -285,6 +285,21 @@ _CLOSED = f'"{_END}\n'
 def hex_of(crc: int) -> str:
     """Return a checksum as in files: of a CRC32 8 hexadecimal digits."""
     return f"{crc:08x}"
+
+
+@contextlib.contextmanager
+def refusing(path: object) -> Iterator[None]:
+    """Name a file in errors about what is in it; errors of the disk name it themselves."""
+    try:
+        yield
+    except OSError:
+        raise
+    # Malformed JSON and pickles may raise any exception.
+    except Exception as error:
+        why = f"an entry is missing or of another type: {error!r}"
+        if isinstance(error, ValueError):
+            why = str(error)
+        raise ValueError(f"{path} is refused: {why[:300]}.") from None
 
 
 def sealed(entries: Mapping[str, Any]) -> str:
