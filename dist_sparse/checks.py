@@ -296,10 +296,14 @@ def refusing(path: object) -> Iterator[None]:
         raise
     # Malformed JSON and pickles may raise any exception.
     except Exception as error:
-        why = f"an entry is missing or of another type: {error!r}"
-        if isinstance(error, ValueError):
-            why = str(error)
-        raise ValueError(f"{path} is refused: {why[:300]}.") from None
+        raise ValueError(f"{path} is refused: {fault_of(error)[:300]}.") from None
+
+
+def fault_of(error: Exception) -> str:
+    """Return what is wrong in a file or a state whose reading has raised ``error``."""
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"an entry is missing or of another type: {error!r}"
 
 
 def sealed(entries: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import to_json
+from dist_sparse.checks import fault_of, to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in, signed
 from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.masks import BlockMask, Held
@@ -153,9 +153,10 @@ class TableMasks:
                 masks, counts, block, registered=self.block, counted=counted
             )
             shards = self._assembled(data, block, saved)
-        except ValueError as error:
+        # A state may have been edited by hand: entries may be missing, or of another type.
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"Table {data.name!r}: {error} Outside a DCP"
+                f"Table {data.name!r}: {fault_of(error).rstrip('.')}. Outside a DCP"
                 " checkpoint, a state_dict() has only its own rank's bits."
             ) from error
         removed = entry.get("removed")

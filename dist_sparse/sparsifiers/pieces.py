@@ -283,9 +283,10 @@ def saved_pieces(
         counted: whether lookups are counted.
 
     Raises:
-        ValueError: they are malformed, or were changed since they were saved.
+        ValueError, LookupError, TypeError, AttributeError: they are malformed, or were changed
+            since they were saved.
     """
-    saved = _checked(masks, "the state has no mask of it.")
+    saved = _chunked(masks, "the state has no mask of it.")
     if saved.loaded is not None and block != registered:
         raise ValueError(
             f"its masks were saved by blocks {block}, not {registered}: register it with the"
@@ -304,36 +305,26 @@ def saved_pieces(
 
 def _kept_mask(rect: Rect, block: Block, entry: Mapping[str, Any]) -> BlockMask:
     """Return the mask of a piece that torch.save has kept, checked by its hash."""
-    bits = entry.get("bits")
-    if not isinstance(bits, Tensor):
-        raise ValueError(f"Invalid piece of masks {rect} in the state: it has no bits.")
     # The constructor refuses bits of another length.
-    mask = BlockMask(rect, block, bits)
-    if entry.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
+    mask = BlockMask(rect, block, entry["bits"])
+    if entry.get("hash") not in (None, f"{hash_tensor(mask.bits):016x}"):
         raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")
     return mask
 
 
-def _checked(saved: object, missing: str) -> ChunkedTensor:
+def _chunked(saved: object, missing: str) -> ChunkedTensor:
     if not isinstance(saved, ChunkedTensor):
         raise ValueError(missing)
-    # A state may have been edited by hand, or damaged.
-    if isinstance(saved.kept, list) and all(isinstance(piece, dict) for piece in saved.kept):
-        return saved
-    raise ValueError(f"the state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
+    return saved
 
 
 def _with_counts(pieces: Sequence[Held], saved: object) -> list[Held]:
     """Return pieces with their lookup counts, which have the same order and may have any counted
     dtype."""
-    saved = _checked(saved, "the state has no counts of lookups; it is of another score.")
-    counts: Sequence[Any] | None = saved.loaded
+    saved = _chunked(saved, "the state has no counts of lookups; it is of another score.")
+    counts = saved.loaded
     if counts is None:
-        counts = [entry.get("counts") for entry in saved.kept]
-    if len(pieces) != len(counts):
-        raise ValueError(
-            f"the state has {len(pieces)} pieces of masks and {len(counts)} of counts."
-        )
+        counts = [entry["counts"] for entry in saved.kept]
     found = []
     for piece, count in zip(pieces, counts, strict=True):
         rect = piece.mask.rect
@@ -343,11 +334,10 @@ def _with_counts(pieces: Sequence[Held], saved: object) -> list[Held]:
     return found
 
 
-def _valid_counts(saved: Any, rows: int) -> bool:
+def _valid_counts(saved: Tensor, rows: int) -> bool:
     # Decayed counts are float64, others int32.
-    if getattr(saved, "dtype", None) not in (torch.int32, torch.float64):
-        return False
-    return saved.shape == (rows,) and bool(((saved >= 0) & (saved < torch.inf)).all())
+    fits = saved.dtype in (torch.int32, torch.float64) and saved.shape == (rows,)
+    return fits and bool(((saved >= 0) & (saved < torch.inf)).all())
 
 
 def _place_of(grid: Grid) -> tuple[tuple[int, int], tuple[int, int]]:
