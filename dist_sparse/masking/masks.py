@@ -472,6 +472,29 @@ class BlockMask:
         return self.bits.view(-1, size).amax(1) == 0
 
 
+def removed_parts(
+    tensor: Tensor, mask: BlockMask, dead_rows: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield live parts of a shard's weights or optimizer state, and flags of what is removed.
+
+    State with one value a row is removed where the whole row is. Other state, such as a step count,
+    belongs to no element.
+
+    Args:
+        tensor: plain data, and its state, has any shape; its mask is of a matrix of as many rows.
+        dead_rows: bool ``(rect.rows,)``.
+    """
+    rect = mask.rect
+    if tensor.shape[:1] != (rect.rows,):
+        return
+    if tensor.numel() == rect.numel:
+        elements = tensor.data.view(rect[2:])
+        for rows, kept in mask.element_chunks(only_removing=True):
+            yield elements[rows], ~kept
+    elif tensor.numel() == rect.rows:
+        yield tensor.data.view(-1), dead_rows.to(tensor.device)
+
+
 class ShardChange(NamedTuple):
     """A new mask, before the weights that it removes are zeroed.
 

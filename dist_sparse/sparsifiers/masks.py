@@ -25,7 +25,7 @@ from torch import Tensor
 from dist_sparse.groups import group_over, traffic
 from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.kept_scores import Written
-from dist_sparse.masking.masks import BlockMask, count_bits
+from dist_sparse.masking.masks import BlockMask, count_bits, removed_parts
 from dist_sparse.records import MaskChange, StepRecord, TableStats
 from dist_sparse.sparsifiers.dense_store import Configs, DenseStore, as_matrix
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
@@ -318,7 +318,8 @@ class LastUpdate:
             for shard, one in zip(located[name].shards, removed, strict=True):
                 # strict=False: a state created since comes after the others, and stays as it is.
                 for tensor, kept in zip(_tensors_of(shard, states), one.values, strict=False):
-                    for (part, flags), values in zip(_parts(tensor, one), kept, strict=True):
+                    parts = removed_parts(tensor, one.mask, one.rows)
+                    for (part, flags), values in zip(parts, kept, strict=True):
                         part.masked_scatter_(flags, values)
         masks.hooks.end_step()
         self.forget()
@@ -337,23 +338,11 @@ def _removed_of(tensors: Sequence[Tensor], old: BlockMask, new: BlockMask) -> _R
     # Masks of different blocks can't be compared: all that is removed counts as new.
     newly = new.bits if old.block != new.block else new.bits | ~old.bits
     mask = BlockMask(new.rect, new.block, newly)
-    removed = _Removed(mask, new.dead_rows() & ~old.dead_rows(), [])
+    rows = new.dead_rows() & ~old.dead_rows()
+    values = []
     for tensor in tensors:
-        removed.values.append([part[flags] for part, flags in _parts(tensor, removed)])
-    return removed
-
-
-def _parts(tensor: Tensor, removed: _Removed) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts of a shard's weights or optimizer state, live, and flags of the elements that an
-    update removes."""
-    rect = removed.mask.rect
-    if tuple(tensor.shape) == (rect.rows, rect.cols):
-        for rows, kept in removed.mask.element_chunks(only_removing=True):
-            yield tensor.data[rows], ~kept
-    elif tensor.numel() == rect.rows:
-        # One number a row: it is in use as long as a part of the row is kept.
-        yield tensor.data.view(-1), removed.rows.to(tensor.device)
-    # Other state, such as a step count, belongs to no element.
+        values.append([part[flags] for part, flags in removed_parts(tensor, mask, rows)])
+    return _Removed(mask, rows, values)
 
 
 class _MasksHere(NamedTuple):
