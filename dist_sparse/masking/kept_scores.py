@@ -17,12 +17,12 @@ from torch import Tensor
 from dist_sparse.masking.device import ON_CPU
 from dist_sparse.masking.masks import BlockMask, positions
 from dist_sparse.masking.scores import (
-    NOT_FINITE,
     Segment,
     block_sums,
     block_widths,
     bucket_counts,
     first_histogram,
+    refused,
     to_scores,
     with_prefix,
 )
@@ -199,8 +199,7 @@ class ScoreCache:
         cols = grid_of(shard.rect, caching.block).cols
         scored = _scores_of_rows(shard, caching, rows)
         new = torch.cat([torch.zeros(len(zeros), cols), *scored]).view(torch.int32).view(-1)
-        # The bits of negative floats are negative integers.
-        if bool(((new < 0) | (new >= NOT_FINITE)).any()):
+        if refused(new).any():
             return False
         first = torch.cat([zeros, rows]) * cols
         places = (first.unsqueeze(1) + torch.arange(cols)).view(-1)

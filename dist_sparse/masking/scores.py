@@ -46,6 +46,11 @@ HISTOGRAM = 1 + LEADING_BUCKETS
 CPU = torch.device("cpu")
 
 
+def refused(bits: Tensor) -> Tensor:
+    """Return which scores are negative or not finite. Bits of negative floats are negative."""
+    return (bits < 0) | (bits >= NOT_FINITE)
+
+
 class RowTotals(NamedTuple):
     """Lookups or summed gradients of a shard's rows.
 
