@@ -302,18 +302,6 @@ def _scores(
 
 
 @_kernel
-def _tally(
-    buckets: tl.tensor, counted: tl.tensor, BUCKETS: tl.constexpr, BLOCKS: tl.constexpr
-) -> tl.tensor:
-    """Return how many of the ``counted`` blocks are in each bucket, int32 ``(BUCKETS,)``."""
-    # Other blocks count in the first bucket, and are subtracted again: tl.histogram() takes a mask
-    # only in newer releases of Triton.
-    tally = tl.histogram(tl.where(counted, buckets, 0), BUCKETS)
-    missing = BLOCKS - tl.sum(counted.to(tl.int32))
-    return tally - tl.where(tl.arange(0, BUCKETS) == 0, missing, 0)
-
-
-@_kernel
 def _pack(
     address: tl.tensor,
     first: tl.tensor,
@@ -342,41 +330,6 @@ def _unpacked(
 def _ints(field: tl.tensor) -> tl.tensor:
     """Return the pointer to int32 in a field of a job."""
     return tl.load(field).to(tl.pointer_type(tl.int32))
-
-
-@_kernel
-def _list(job: tl.tensor, bits: tl.tensor, place: tl.tensor, within: tl.tensor) -> None:
-    """Append scores and places of the blocks within to the list of the job."""
-    # One atomic operation reserves room for the tile. So the order of tiles varies, but readers of
-    # a list need only counts, places and bits.
-    found = tl.sum(within.to(tl.int32))
-    to = tl.atomic_add(_ints(job + 8), found) + tl.cumsum(within.to(tl.int32), 0) - 1
-    tl.store(_ints(job + 6) + to, bits, mask=within)
-    tl.store(_ints(job + 7) + to, place.to(tl.int32), mask=within)
-
-
-@_kernel
-def _write_mask(
-    job: tl.tensor,
-    first: tl.tensor,
-    blocks: tl.tensor,
-    bits: tl.tensor,
-    place: tl.tensor,
-    removes: tl.tensor,
-    LISTED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-) -> None:
-    """Write the bits of kept and of dirty blocks."""
-    if LISTED:
-        # Other programs write bits of the same byte: atomically, in words of 32 bits, as there is
-        # no atomic operation on bytes. No listed block scores 0, so every removed one is dirty.
-        bit = tl.full([BLOCKS], 1, dtype=tl.int32) << (place & 31).to(tl.int32)
-        tl.atomic_and(_ints(job + 9) + (place >> 5), ~bit, mask=removes)
-        tl.atomic_or(_ints(job + 10) + (place >> 5), bit, mask=removes)
-    else:
-        inside = first + tl.arange(0, BLOCKS) < blocks
-        _pack(tl.load(job + 9), first, blocks, inside & ~removes, BLOCKS)
-        _pack(tl.load(job + 10), first, blocks, removes & (bits != 0), BLOCKS)
 
 
 @_kernel
@@ -435,12 +388,31 @@ def sweep_kernel(
         removes = inside & ((bits < low) | (within & (place <= last)))
         removed += tl.sum(removes.to(tl.int32))
         if BUCKETS:
-            tally += _tally((bits >> shift) & (BUCKETS - 1), within, BUCKETS, BLOCKS)
+            # Other blocks count in the first bucket, and are subtracted again: tl.histogram()
+            # takes a mask only in newer releases of Triton.
+            buckets = tl.where(within, (bits >> shift) & (BUCKETS - 1), 0)
+            others = BLOCKS - tl.sum(within.to(tl.int32))
+            tally += tl.histogram(buckets, BUCKETS)
+            tally -= tl.where(tl.arange(0, BUCKETS) == 0, others, 0)
         if LISTS:
-            _list(job, bits, place, within)
+            # One atomic operation reserves room for the tile. So the order of tiles varies, but
+            # readers of a list need only counts, places and bits.
+            found = tl.sum(within.to(tl.int32))
+            to = tl.atomic_add(_ints(job + 8), found) + tl.cumsum(within.to(tl.int32), 0) - 1
+            tl.store(_ints(job + 6) + to, bits, mask=within)
+            tl.store(_ints(job + 7) + to, place.to(tl.int32), mask=within)
         if PACKS:
-            # 3. Write the new mask.
-            _write_mask(job, first, blocks, bits, place, removes, LISTED, BLOCKS)
+            # 3. Write the bits of kept and of dirty blocks.
+            if LISTED:
+                # Other programs write bits of the same byte: atomically, in words of 32 bits, as
+                # there is no atomic operation on bytes. No listed block scores 0, so every removed
+                # one is dirty.
+                bit = tl.full([BLOCKS], 1, dtype=tl.int32) << (place & 31).to(tl.int32)
+                tl.atomic_and(_ints(job + 9) + (place >> 5), ~bit, mask=removes)
+                tl.atomic_or(_ints(job + 10) + (place >> 5), bit, mask=removes)
+            else:
+                _pack(tl.load(job + 9), first, blocks, inside & ~removes, BLOCKS)
+                _pack(tl.load(job + 10), first, blocks, removes & (bits != 0), BLOCKS)
     # 4. Add the counts of all tiles: once, as additions to one address wait for each other.
     counts += tl.program_id(1) * (1 + BUCKETS)
     tl.atomic_add(counts, removed)
