@@ -358,8 +358,7 @@ class BlockMask:
             else:
                 newly = before.bits & ~mask.bits
                 mask._zero(tensor.data, newly if dirty is None else newly | dirty)
-        if on_devices:
-            _apply_on_devices(on_devices)
+        _apply_on_devices(on_devices)
 
     def _zero(self, live: Tensor, removed: Tensor) -> None:
         """Write zero to the blocks of a live shard whose bit is set in ``removed``; bits after the
@@ -538,10 +537,6 @@ class Held:
             return self.samples
         rows = self.counts.double()
         return torch.stack([rows.sum(), rows[self.mask.dead_rows()].sum()])
-
-    def with_mask(self, mask: BlockMask) -> Held:
-        """Return what is stored with the shard once this is its mask."""
-        return self if mask is self.mask else Held(mask, self.counts)
 
     def to(self, device: torch.device) -> Held:
         if self.mask.bits.device == device:

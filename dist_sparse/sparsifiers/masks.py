@@ -160,8 +160,29 @@ class Recorder:
         }
         self._changes = ()
         for name, sums in packed.summed(counts).items():
-            same_blocks = packed.table(name).block == made[name].block
-            change = _change(located[name], made[name], configs[name], sums, same_blocks)
+            data, new = located[name], made[name]
+            values: Sequence[Any] = sums
+            removed, flipped, regrown, dead, lookups, removed_lookups = values
+            # None is unknown. Masks of different blocks can't be compared.
+            if packed.table(name).block != new.block:
+                flipped = regrown = None
+            if not data.has_whole_rows:
+                # No rank sees the rows of a table cut by columns.
+                dead = None
+            if not lookups:
+                lookups = removed_lookups = None
+            change = MaskChange(
+                name=name,
+                target=configured_level(configs[name]),
+                threshold=new.threshold.score,
+                blocks=data.grid(new.block).blocks,
+                removed_blocks=removed,
+                flipped_blocks=flipped,
+                regrown_blocks=regrown,
+                dead_rows=dead,
+                lookups=lookups,
+                removed_lookups=removed_lookups,
+            )
             self._changes += (change,)
 
 
@@ -181,38 +202,6 @@ def _counts(table: TableMasks, data: ShardedData, made: NewMasks) -> list[int]:
             regrown += count_bits(after.bits & ~before.bits)
     # Lookups were counted since the last update, under the old masks.
     return [removed, flipped, regrown, dead, *_lookups_here(table, data)]
-
-
-def _change(
-    data: ShardedData,
-    made: NewMasks,
-    config: Mapping[str, Any],
-    sums: Sequence[Any],
-    same_blocks: bool,
-) -> MaskChange:
-    """Return the record of one table, from the sums of :func:`_counts` over ranks. None is
-    unknown."""
-    removed, flipped, regrown, dead, lookups, removed_lookups = sums
-    if not same_blocks:
-        # Masks of different blocks can't be compared.
-        flipped = regrown = None
-    if not data.has_whole_rows:
-        # No rank sees the rows of a table cut by columns.
-        dead = None
-    if not lookups:
-        lookups = removed_lookups = None
-    return MaskChange(
-        name=data.name,
-        target=configured_level(config),
-        threshold=made.threshold.score,
-        blocks=data.grid(made.block).blocks,
-        removed_blocks=removed,
-        flipped_blocks=flipped,
-        regrown_blocks=regrown,
-        dead_rows=dead,
-        lookups=lookups,
-        removed_lookups=removed_lookups,
-    )
 
 
 def configured_level(config: Mapping[str, Any]) -> float | None:
@@ -295,11 +284,18 @@ class LastUpdate:
         states = masks.hooks.states()
         self._removed = {}
         for name, new in made.items():
+            self._removed[name] = []
             shards = zip(located[name].shards, masks.tables.masks(name), new.masks, strict=True)
-            self._removed[name] = [
-                _removed_of(_tensors_of(shard, states), old, mask)
-                for shard, old, (mask, _) in shards
-            ]
+            for shard, old, (mask, _) in shards:
+                # Masks of different blocks can't be compared: all that is removed counts as new.
+                newly = mask.bits if old.block != mask.block else mask.bits | ~old.bits
+                removed = BlockMask(mask.rect, mask.block, newly)
+                rows = mask.dead_rows() & ~old.dead_rows()
+                values = []
+                for tensor in _tensors_of(shard, states):
+                    parts = removed_parts(tensor, removed, rows)
+                    values.append([part[flags] for part, flags in parts])
+                self._removed[name].append(_Removed(removed, rows, values))
         self.before = masks.tables.snapshot()
 
     def forget_moved(self, located: Located) -> None:
@@ -332,17 +328,6 @@ class LastUpdate:
 def _tensors_of(shard: Shard, states: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
     """Return the weights of a shard and all of its optimizer state."""
     return [shard.tensor, *states.get(shard.tensor.data_ptr(), ())]
-
-
-def _removed_of(tensors: Sequence[Tensor], old: BlockMask, new: BlockMask) -> _Removed:
-    # Masks of different blocks can't be compared: all that is removed counts as new.
-    newly = new.bits if old.block != new.block else new.bits | ~old.bits
-    mask = BlockMask(new.rect, new.block, newly)
-    rows = new.dead_rows() & ~old.dead_rows()
-    values = []
-    for tensor in tensors:
-        values.append([part[flags] for part, flags in removed_parts(tensor, mask, rows)])
-    return _Removed(mask, rows, values)
 
 
 class _MasksHere(NamedTuple):

@@ -27,6 +27,7 @@ from dist_sparse.tables.shards import (
     Rect,
     ShardedData,
     Source,
+    grid_of,
     owners,
     shared_memory,
 )
@@ -89,18 +90,22 @@ class TableMasks:
 
     def move_of_whole_blocks(self) -> pieces.Move:
         """Return the move that brings all holders' bits of the blocks that a shard touches."""
-        tiling = []
-        for rects in self.tiling:
-            tiling.append(
-                tuple(pieces.whole_blocks(rect, self.block, self.shape) for rect in rects)
-            )
-        return self.move(tuple(tiling))
+        return self.move(tuple(tuple(map(self._whole_blocks, rects)) for rects in self.tiling))
+
+    def _whole_blocks(self, rect: Rect) -> Rect:
+        """Return a rectangle with all of the blocks that it touches."""
+        height, width = self.block
+        grid = grid_of(rect, self.block)
+        top, left = grid.row * height, grid.col * width
+        # The last block of a table may be smaller.
+        rows = min(grid.rows * height, self.shape[0] - top)
+        return Rect(top, left, rows, min(grid.cols * width, self.shape[1] - left))
 
     def differs_at(self, arrived: Sequence[Held]) -> Rect | None:
         """Return a rectangle where another holder's bits differ from those here, if there is
         one."""
         for mask in self.masks:
-            here = pieces.whole_blocks(mask.rect, self.block, self.shape)
+            here = self._whole_blocks(mask.rect)
             for theirs in arrived:
                 rect = theirs.mask.rect
                 inside = rect.intersect(here) == rect
@@ -398,10 +403,10 @@ class PackedStore:
         """Replace the masks of this rank's shards in a mask update, by masks of the rectangles that
         it holds in ``data``."""
         table = self._tables[data.name]
-        shards = [
-            held.with_mask(new.mask) for held, new in zip(table.shards, made.masks, strict=True)
-        ]
-        # If nothing changes, these are the same objects, and enforcers keep their state.
+        shards = []
+        for held, (mask, _) in zip(table.shards, made.masks, strict=True):
+            # If nothing changes, these are the same objects, and enforcers keep their state.
+            shards.append(held if mask is held.mask else Held(mask, held.counts))
         self.version += shards != table.shards
         table.shards, table.tiling = shards, data.tiling
         table.block, table.removed = made.block, made.removed

@@ -163,15 +163,6 @@ def _up(number: int, step: int, most: int) -> int:
     return min(-(-number // step) * step, most)
 
 
-def whole_blocks(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
-    """Return a rectangle of a table with all of the blocks that it touches."""
-    grid = grid_of(rect, block)
-    top, left = grid.row * block[0], grid.col * block[1]
-    # The last block of a table may be smaller.
-    rows = min(grid.rows * block[0], shape[0] - top)
-    return Rect(top, left, rows, min(grid.cols * block[1], shape[1] - left))
-
-
 def begun(mask: BlockMask) -> BlockMask:
     """Return the part of a shard's mask with the blocks that begin in the shard, so that each block
     is counted once."""
@@ -296,20 +287,16 @@ def saved_pieces(
     for i, entry in enumerate(saved.kept):
         rect = Rect(*ints("rect", entry.get("rect"), 4, least=0))
         if saved.loaded is None:
-            mask = _kept_mask(rect, block, entry)
+            # The constructor refuses bits of another length.
+            mask = BlockMask(rect, block, entry["bits"])
+            if entry.get("hash") not in (None, f"{hash_tensor(mask.bits):016x}"):
+                raise ValueError(
+                    f"The bits of {rect} are not those that were saved: their hash differs."
+                )
         else:
             mask = BlockMask(rect, block, _bits_of(rect, block, saved.loaded[i]))
         pieces.append(Held(mask))
     return _with_counts(pieces, counts) if counted else pieces
-
-
-def _kept_mask(rect: Rect, block: Block, entry: Mapping[str, Any]) -> BlockMask:
-    """Return the mask of a piece that torch.save has kept, checked by its hash."""
-    # The constructor refuses bits of another length.
-    mask = BlockMask(rect, block, entry["bits"])
-    if entry.get("hash") not in (None, f"{hash_tensor(mask.bits):016x}"):
-        raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")
-    return mask
 
 
 def _chunked(saved: object, missing: str) -> ChunkedTensor:
@@ -328,16 +315,12 @@ def _with_counts(pieces: Sequence[Held], saved: object) -> list[Held]:
     found = []
     for piece, count in zip(pieces, counts, strict=True):
         rect = piece.mask.rect
-        if not _valid_counts(count, rect.rows):
+        # Decayed counts are float64, others int32.
+        fits = count.dtype in (torch.int32, torch.float64) and count.shape == (rect.rows,)
+        if not fits or not ((count >= 0) & (count < torch.inf)).all():
             raise ValueError(f"the counts of {rect} must be {rect.rows} int32 or float64 >= 0.")
         found.append(Held(piece.mask, count))
     return found
-
-
-def _valid_counts(saved: Tensor, rows: int) -> bool:
-    # Decayed counts are float64, others int32.
-    fits = saved.dtype in (torch.int32, torch.float64) and saved.shape == (rows,)
-    return fits and bool(((saved >= 0) & (saved < torch.inf)).all())
 
 
 def _place_of(grid: Grid) -> tuple[tuple[int, int], tuple[int, int]]:
