@@ -321,16 +321,13 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
 
     Raises:
         ValueError: the text is damaged, or its ``format`` or ``version`` is another.
+        AttributeError: it is no mapping.
     """
     body, _, crc = text.rpartition(_CRC)
     if crc != f"{hex_of(zlib.crc32((body + _END).encode()))}{_CLOSED}":
         raise ValueError("its CRC32 does not fit: it is damaged, was edited, or is another file")
-    try:
-        entries = json.loads(body + _END)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
-    fields = entries if isinstance(entries, dict) else {}
-    found, number = fields.get("format"), fields.get("version")
+    entries: dict[str, Any] = json.loads(body + _END)
+    found, number = entries.get("format"), entries.get("version")
     refuse(
         {
             f"its format is {found!r}, not {form!r}": found != form,
@@ -339,7 +336,7 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
             ),
         }
     )
-    return fields
+    return entries
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:

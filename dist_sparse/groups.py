@@ -336,7 +336,7 @@ class RankGroup(Group):
             facts.drifted = _drifted(self.ranks, held)
             drifted = facts.drifted.items()
             places = "; ".join(f"{place} on {ranks_text(ranks)}" for place, ranks in drifted)
-            if facts.drift_error is not None and drifted:
+            if facts.drift_error is not None:
                 raise ValueError(facts.drift_error.format(places=places))
 
     def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> str:
