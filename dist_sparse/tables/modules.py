@@ -344,10 +344,17 @@ class _Walk:
         collection = _collection(module)
         if collection is not None:
             self._skip_below(module)
-            if collection.is_sharded:
-                yield from self._sharded_tables(collection, at)
-            else:
-                yield from self._unsharded_tables(collection, at)
+            embeddings = collection.embeddings()
+            for table in collection.tables:
+                if collection.is_sharded:
+                    fqn = collection.fqn(at.path, table.name)
+                    locate = partial(_sharded_table, at.module, table.name, fqn)
+                    yield _Entry(table.name, at.path, fqn, at, locate)
+                else:
+                    # A place for each table: DDP may ignore some tables of a collection.
+                    name = f"{collection.attribute}.{table.name}"
+                    place = at.child(name, embeddings[table.name])
+                    yield from self._table(place, table.name, at.path, table.features)
             return
         if self._add_table_weight(module):
             yield from self._table(at, label or "weight", "")
@@ -382,19 +389,6 @@ class _Walk:
             )
         port = torchrec_port()
         return port.refusal(module) if port else None
-
-    def _sharded_tables(self, collection: TableCollection, at: _Visit) -> Iterator[_Entry]:
-        for table in collection.tables:
-            fqn = collection.fqn(at.path, table.name)
-            locate = partial(_sharded_table, at.module, table.name, fqn)
-            yield _Entry(table.name, at.path, fqn, at, locate)
-
-    def _unsharded_tables(self, collection: TableCollection, at: _Visit) -> Iterator[_Entry]:
-        # A place for each table: DDP may ignore some tables of a collection.
-        embeddings = collection.embeddings()
-        for table in collection.tables:
-            place = at.child(f"{collection.attribute}.{table.name}", embeddings[table.name])
-            yield from self._table(place, table.name, at.path, table.features)
 
     def _table(
         self, at: _Visit, name: str, path: str, features: tuple[str, ...] = ()
