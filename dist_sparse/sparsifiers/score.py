@@ -152,7 +152,13 @@ class ScoreSparsifier(BaseDataSparsifier):
             raise NotImplementedError(
                 f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored."
             )
-        matrix = _as_scored_matrix(name, data.detach())
+        # 2-D data as it is, other data without singleton dimensions; one dimension is a row.
+        matrix = data.detach() if data.dim() == 2 else data.detach().squeeze()
+        if matrix.dim() > 2:
+            raise ValueError(
+                f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment."
+            )
+        matrix = matrix.reshape(matrix_shape(matrix.shape))
         table = whole(name, matrix, sharding="plain")
         [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group())
         # Data without elements has no shard, and so no new mask. Its mask gets the same dtype.
@@ -321,6 +327,10 @@ class ScoreSparsifier(BaseDataSparsifier):
             level = 0.0
         blocks = data.grid(block).blocks
         k = round(level * blocks)
+        measure = self.element_measure(data.name, config)
+        if data.name in chain(*getattr(self.masks.rotation, "groups", ())):
+            # A rotation sorts the columns by norm, the last ones hold the least.
+            measure = partial(_places, data.shape[1])
         floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)
         # A floor of 0.07 keeps 7 of 100 blocks, although 0.07 * 100 is 7.000000000000001.
         most = blocks - math.ceil(floor * blocks - 1e-9)
@@ -339,7 +349,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             k=k if self.scope == "global" else min(k, most),
             max_blocks=most,
             zeros_per_block=max(zeros, 1),
-            measure=self._measure_of(data, config),
+            measure=measure,
             whole_columns=whole_columns,
             only_zeros=only_zeros,
         )
@@ -354,12 +364,6 @@ class ScoreSparsifier(BaseDataSparsifier):
             f"Table {data.name!r}: the level 'untouched' needs an ImportanceSparsifier with"
             " score='accumulator' or 'frequency'."
         )
-
-    def _measure_of(self, data: ShardedData, config: Mapping[str, Any]) -> Measure:
-        if data.name in chain(*getattr(self.masks.rotation, "groups", ())):
-            # A rotation sorts the columns by norm, the last ones hold the least.
-            return partial(_places, data.shape[1])
-        return self.element_measure(data.name, config)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
         """Return how the elements of a table are scored: by :attr:`measure`, or by
@@ -502,18 +506,3 @@ def _area_of(block: Any) -> int | None:
     is no block (refused when resolved)."""
     is_known = isinstance(block, Sequence) and [*map(type, block)] == [int, int]
     return math.prod(block) if is_known else None
-
-
-def _as_scored_matrix(name: str, data: Tensor) -> Tensor:
-    """Return ``data`` as a matrix: 2-D as it is, otherwise without its singleton dimensions, one
-    real dimension as a row.
-
-    Raises:
-        ValueError: more than two real dimensions.
-    """
-    matrix = data if data.dim() == 2 else data.squeeze()
-    if matrix.dim() > 2:
-        raise ValueError(
-            f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment."
-        )
-    return matrix.reshape(matrix_shape(matrix.shape))
