@@ -392,27 +392,20 @@ class OptimScheduler(abc.ABC):
         """Whether an update follows a micro-step: it is the last of its real step."""
         return self._contributes(step_num) and step_num % self.accum_grad == 0
 
-    def _lr(self, step_num: int, epoch_num: int) -> float:
-        """Return the learning rate of a step, checked."""
-        returned = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
-        # A rate that is not finite would turn weights into NaN.
-        lr = number("learning rate", plain(returned), least=0)
-        return float(number("learning rate times ft_factor", lr * self.ft_factor))
+    # Phase 1: gradients, for all OptimSchedulers that share the losses.
 
-    def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
+    def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
+        """Set the learning rate, and add this step's gradients to ``.grad``."""
         if self.optim_loss is None and "loss" not in losses:
             raise AssertionError(
                 f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
             )
         # Raises a KeyError with the name of a missing loss.
-        return losses[self._loss_name]
-
-    # Phase 1: gradients, for all OptimSchedulers that share the losses.
-
-    def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
-        """Set the learning rate, and add this step's gradients to ``.grad``."""
-        loss = self._loss(losses)
-        lr = self._lr(step_num, epoch_num)
+        loss = losses[self._loss_name]
+        returned = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
+        # A rate that is not finite would turn weights into NaN.
+        lr = number("learning rate", plain(returned), least=0)
+        lr = float(number("learning rate times ft_factor", lr * self.ft_factor))
         # The sum includes this object. If it is larger than its own count, a peer has unfinished
         # gradients in shared parameters.
         accumulated = sum(peer._accumulated for peer in self._overlapping())
