@@ -488,7 +488,7 @@ def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group
         ranks: None is a world of one.
         apart: names a separate group, over gloo, for a thread other than the one that trains.
     """
-    if ranks is None or len(ranks) == 1:
+    if ranks is None:
         return Group()
     world = dist.group.WORLD
     made_in, group = _groups.get((ranks, apart), (None, Group()))

@@ -253,7 +253,7 @@ class OptimizerState:
             first = self._common_options(group, keys, options)
             changes += [partial(_set, group, name, value) for name, value in first.items()]
         # FBGEMM's kernel holds the step count; it is in no state.
-        steps = saved["fused_steps"] or 0
+        steps = saved["fused_steps"]
         changes += [partial(owner.set_optimizer_step, steps) for owner in self._fused]
         return self.tensors | fresh | merged, changes, list(merged)
 
