@@ -461,8 +461,7 @@ def note_export(
 
 def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written]:
     """Return the records of written rows, by the address of a shard; none without an enforcer."""
-    enforcer = sparsifier.masks.enforcer
-    return {} if enforcer is None else enforcer.written("deltas")
+    return sparsifier.masks.hooks.written("deltas")
 
 
 def _flag_written(records: Mapping[int, Written], data: ShardedData, rect: Rect) -> Tensor:
