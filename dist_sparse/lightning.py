@@ -156,7 +156,16 @@ class SparsifyCallback(Callback):
         """Start, or resume. Collective."""
         assert trainer.model is not None
         fit = weakref.ref(trainer), weakref.ref(pl_module)
-        state = self._state_to_resume(trainer, fit)
+        state = self._loaded
+        if state is None and trainer.global_step > 0:
+            if self._fit == fit:
+                # A second fit of the same model by the same Trainer continues with its masks.
+                state = self.state_dict()
+            else:
+                _log.warning(
+                    "No masks were loaded: sparsification starts again at global step %d",
+                    trainer.global_step,
+                )
         self._detach()
         # Assigned before the state is loaded: if that fails, on_exception() detaches it.
         self.training = training = sparsify(trainer.model, trainer.optimizers, **self._plan)
@@ -174,18 +183,6 @@ class SparsifyCallback(Callback):
         # Before a checkpoint is written: mask the rows that were written since they were masked.
         settle = Hook(lambda *_: training.enforcer.settle())
         self._hooks.add(pl_module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
-
-    def _state_to_resume(self, trainer: Trainer, fit: tuple[Any, Any]) -> Mapping[str, Any] | None:
-        if self._loaded is not None or trainer.global_step == 0:
-            return self._loaded
-        if self._fit == fit:
-            # A second fit of the same model by the same Trainer continues with the masks it has.
-            return self.state_dict()
-        _log.warning(
-            "No masks were loaded: sparsification starts again at global step %d",
-            trainer.global_step,
-        )
-        return None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

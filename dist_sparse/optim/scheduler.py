@@ -195,7 +195,7 @@ class OptimScheduler(abc.ABC):
         """
         step_num = integer("step_num", step_num, least=1)
         integer("epoch_num", epoch_num, least=1)
-        # At most one: _refuse_beside() has compared them. With none, an outer autocast stays on.
+        # At most one: _join_peers() has compared them. With none, an outer autocast stays on.
         dtypes = {peer._autocast for peer in self._sharing()} - {None}
         autocast = torch.autocast(self._device, dtypes.pop()) if dtypes else nullcontext()
         with self._unsynchronized(step_num), autocast:
@@ -477,25 +477,21 @@ class OptimScheduler(abc.ABC):
         """Become one of the model's OptimSchedulers."""
         self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
         for peer in self._sharing()[1:]:
-            self._refuse_beside(peer)
+            rules: dict[str, object] = {
+                f"Invalid amp_dtype={self._autocast}: another OptimScheduler of the model has"
+                f" {peer._autocast}, and they share its forward.": (
+                    len({self._autocast, peer._autocast} - {None}) > 1
+                )
+            }
+            for name, part in self._sparsity.items():
+                rules[
+                    f"Invalid {name}: another OptimScheduler of the model steps it at each update."
+                ] = part is getattr(peer, name)
+            refuse(rules)
         self._peers[id(self)] = self
         # In a notebook a cell may run again: gradients of its last run must not be in this update.
         for peer in self._overlapping():
             peer._drop_gradients()
-
-    def _refuse_beside(self, peer: OptimScheduler) -> None:
-        """Refuse another autocast dtype than the peer's, and a sparsifier or scheduler that it
-        steps too."""
-        rules: dict[str, object] = {
-            f"Invalid amp_dtype={self._autocast}: another OptimScheduler of the model has"
-            f" {peer._autocast}, and they share its forward.": (
-                len({self._autocast, peer._autocast} - {None}) > 1
-            )
-        }
-        for name, part in self._sparsity.items():
-            text = f"Invalid {name}: another OptimScheduler of the model steps it at each update."
-            rules[text] = part is getattr(peer, name)
-        refuse(rules)
 
     def _sharing(self) -> list[OptimScheduler]:
         """Return this OptimScheduler, then the model's others that share its forward, newest first.
