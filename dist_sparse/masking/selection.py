@@ -309,7 +309,10 @@ class _ScoreSearch(_Search):
     def _count_on_cpu(self, segment: Segment, shift: int, buckets: int) -> Tensor:
         counts = torch.zeros(buckets, dtype=torch.int64)
         # The second round copies the scores in its bucket, if they are few; the third reads these.
-        copies = self.shift == LEADING_SHIFT and self._are_few(segment)
+        copies = False
+        if self.shift == LEADING_SHIFT:
+            sizes = segment.histogram
+            copies = int(sizes[1 + self.prefix]) * 8 <= max(int(sizes.sum()), _CHUNK)
         pieces = self._copied.pop(segment, None) or (bits for _, bits in segment.chunks())
         for bits in pieces:
             inside = with_prefix(bits, self.prefix, self.shift)
@@ -317,11 +320,6 @@ class _ScoreSearch(_Search):
             if copies:
                 self._copied.setdefault(segment, []).append(inside)
         return counts
-
-    def _are_few(self, segment: Segment) -> bool:
-        """Whether a segment has few scores that share the leading bits found."""
-        counts = segment.histogram
-        return int(counts[1 + self.prefix]) * 8 <= max(int(counts.sum()), _CHUNK)
 
     def threshold(self) -> Threshold:
         """Return the threshold, once it is found."""

@@ -468,7 +468,16 @@ class Masks:
         # Over all groups, so that ranks without a part of the table raise too.
         with packed.agreeing("audit()"):
             if counts:
-                _report_revived(counts, enforced=enforced)
+                if enforced:
+                    raise ValueError(
+                        f"Masks and weights differ, although an enforcer is attached. {counts}."
+                        " torch does not count writes through .data; apply_masks() zeroes them."
+                    )
+                warnings.warn(
+                    f"Masks and weights differ. {counts}: no enforcer is attached, so what"
+                    " optimizers revive stays until apply_masks().",
+                    stacklevel=3,
+                )
         return self.fingerprints("audit()")
 
     def full_mask(self, name: str) -> Tensor:
@@ -512,20 +521,6 @@ def _count_dead_rows(held: _MasksHere) -> list[int]:
 
 def _hash(held: _MasksHere) -> list[int]:
     return [sum(map(mask_hash, held.owned))]
-
-
-def _report_revived(counts: str, *, enforced: bool) -> None:
-    """Raise for removed weights that an enforcer would not have left nonzero; warn of others."""
-    if enforced:
-        raise ValueError(
-            f"Masks and weights differ, although an enforcer is attached. {counts}. torch"
-            " does not count writes through .data; apply_masks() zeroes them."
-        )
-    warnings.warn(
-        f"Masks and weights differ. {counts}: no enforcer is attached, so what optimizers revive"
-        " stays until apply_masks().",
-        stacklevel=4,
-    )
 
 
 _HEAD = ("name", "shape", "dtype", "sharding", "shards", "block", "level", "mask bytes")
