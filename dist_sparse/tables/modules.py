@@ -467,7 +467,7 @@ def _by_unique_name(walked: list[_Entry]) -> _ByName:
     for entry in walked:
         name = entry.name
         if times[name] > 1:
-            name = _join(entry.path, name, "/").replace(".", "/")
+            name = _join(entry.path, name).replace(".", "/")
         if name in by_name:
             fqns = f"{by_name[name].fqn}, {entry.fqn}"
             raise ValueError(f"Two tables would be called {name!r}: {fqns}. Rename one of them.")
@@ -505,8 +505,8 @@ def _list_names(named: _ByName) -> str:
     return ", ".join(names) or "(there are none)"
 
 
-def _join(path: str, name: str, separator: str = ".") -> str:
-    return f"{path}{separator}{name}" if path else name
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 # ShardedTensors and DTensors: both know the rectangles of all ranks.
