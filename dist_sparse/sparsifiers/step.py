@@ -201,7 +201,8 @@ def _score(
     for facts, names in group_facts:
         tables = [located[name] for name in names]
         # Copies that are trained apart may differ.
-        facts.replicas |= shared_weights([data for data in tables if data.kept_equal])
+        if equal := [data for data in tables if data.kept_equal]:
+            facts.replicas |= shared_weights(equal)
         facts.drift_error = _DRIFTED
         sparsifier.note(facts, tables)
     return scored
