@@ -13,7 +13,7 @@ import os
 import re
 import reprlib
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -287,6 +287,25 @@ def hex_of(crc: int) -> str:
     return f"{crc:08x}"
 
 
+@contextlib.contextmanager
+def refusing(path: object) -> Iterator[None]:
+    """Name a file in errors about what is in it; errors of the disk name it themselves."""
+    try:
+        yield
+    except OSError:
+        raise
+    # Malformed JSON and pickles may raise any exception.
+    except Exception as error:
+        raise ValueError(f"{path} is refused: {fault_of(error)[:300]}.") from None
+
+
+def fault_of(error: Exception) -> str:
+    """Return what is wrong in a file or a state whose reading has raised ``error``."""
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"an entry is missing or of another type: {error!r}"
+
+
 def sealed(entries: Mapping[str, Any]) -> str:
     """Return ``entries`` as JSON that ends with the CRC32 of the text without it.
 
@@ -302,16 +321,13 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
 
     Raises:
         ValueError: the text is damaged, or its ``format`` or ``version`` is another.
+        AttributeError: it is no mapping.
     """
     body, _, crc = text.rpartition(_CRC)
     if crc != f"{hex_of(zlib.crc32((body + _END).encode()))}{_CLOSED}":
         raise ValueError("its CRC32 does not fit: it is damaged, was edited, or is another file")
-    try:
-        entries = json.loads(body + _END)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
-    fields = entries if isinstance(entries, dict) else {}
-    found, number = fields.get("format"), fields.get("version")
+    entries: dict[str, Any] = json.loads(body + _END)
+    found, number = entries.get("format"), entries.get("version")
     refuse(
         {
             f"its format is {found!r}, not {form!r}": found != form,
@@ -320,7 +336,7 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
             ),
         }
     )
-    return fields
+    return entries
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:

@@ -336,7 +336,7 @@ class RankGroup(Group):
             facts.drifted = _drifted(self.ranks, held)
             drifted = facts.drifted.items()
             places = "; ".join(f"{place} on {ranks_text(ranks)}" for place, ranks in drifted)
-            if facts.drift_error is not None and drifted:
+            if facts.drift_error is not None:
                 raise ValueError(facts.drift_error.format(places=places))
 
     def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> str:
@@ -488,7 +488,7 @@ def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group
         ranks: None is a world of one.
         apart: names a separate group, over gloo, for a thread other than the one that trains.
     """
-    if ranks is None or len(ranks) == 1:
+    if ranks is None:
         return Group()
     world = dist.group.WORLD
     made_in, group = _groups.get((ranks, apart), (None, Group()))

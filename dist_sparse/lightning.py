@@ -20,9 +20,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer import Hook
+from dist_sparse.enforcer import Hook, Hooks
 from dist_sparse.rotation.rotate import expect_bases
 from dist_sparse.sparsifiers.masks import configured_level
 from dist_sparse.training.arguments import SparsifyArgs
@@ -125,7 +124,7 @@ class SparsifyCallback(Callback):
         SparsifyArgs(**bound.kwargs)
         self.training: SparseTraining | None = None
         self._logs = log
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = Hooks()
         # A state that was loaded before training starts.
         self._loaded: Mapping[str, Any] | None = None
         # The Trainer's global step that was last seen.
@@ -151,13 +150,22 @@ class SparsifyCallback(Callback):
             # Lightning loads the checkpoint before on_train_start(): the module must accept the
             # bases of rotated tables, although nothing is rotated yet.
             if self._plan.get("rotate") is not None:
-                self._hooks.append(expect_bases(pl_module))
+                self._hooks.add(expect_bases(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start, or resume. Collective."""
         assert trainer.model is not None
         fit = weakref.ref(trainer), weakref.ref(pl_module)
-        state = self._state_to_resume(trainer, fit)
+        state = self._loaded
+        if state is None and trainer.global_step > 0:
+            if self._fit == fit:
+                # A second fit of the same model by the same Trainer continues with its masks.
+                state = self.state_dict()
+            else:
+                _log.warning(
+                    "No masks were loaded: sparsification starts again at global step %d",
+                    trainer.global_step,
+                )
         self._detach()
         # Assigned before the state is loaded: if that fails, on_exception() detaches it.
         self.training = training = sparsify(trainer.model, trainer.optimizers, **self._plan)
@@ -174,19 +182,7 @@ class SparsifyCallback(Callback):
         self._global_step = trainer.global_step
         # Before a checkpoint is written: mask the rows that were written since they were masked.
         settle = Hook(lambda *_: training.enforcer.settle())
-        self._hooks.append(pl_module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
-
-    def _state_to_resume(self, trainer: Trainer, fit: tuple[Any, Any]) -> Mapping[str, Any] | None:
-        if self._loaded is not None or trainer.global_step == 0:
-            return self._loaded
-        if self._fit == fit:
-            # A second fit of the same model by the same Trainer continues with the masks it has.
-            return self.state_dict()
-        _log.warning(
-            "No masks were loaded: sparsification starts again at global step %d",
-            trainer.global_step,
-        )
-        return None
+        self._hooks.add(pl_module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -285,9 +281,7 @@ class SparsifyCallback(Callback):
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _detach(self) -> None:
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks = []
+        self._hooks.remove()
         if self.training is not None:
             self.training.detach()
 

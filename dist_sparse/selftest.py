@@ -475,17 +475,16 @@ def _wait_for(number: int, folder: Path, processes: Sequence[subprocess.Popen[by
     started = time.monotonic()
     while (took := time.monotonic() - started) < _LIMIT:
         # Before the files are read: a process that has ended by now writes no more of them.
-        ended = {rank for rank, process in enumerate(processes) if process.poll() is not None}
-        by_rank: dict[int, Json] = {}
-        for file in folder.glob(f"{number}-*.json"):
-            by_rank[int(file.stem.rpartition("-")[2])] = json.loads(file.read_text())
-        outcomes = by_rank.values()
-        worst: Json = max(
+        has_ended = any(process.poll() is not None for process in processes)
+        files = folder.glob(f"{number}-*.json")
+        outcomes: list[Json] = [json.loads(file.read_text()) for file in files]
+        worst = max(
             outcomes, key=lambda each: _ORDER.index(each["status"]), default={"status": "ok"}
         )
-        if worst["status"] in _WRONG or len(by_rank) == len(processes):
+        if worst["status"] in _WRONG or len(outcomes) == len(processes):
             return worst | {"seconds": max(each["seconds"] for each in outcomes)}
-        if not ended <= by_rank.keys():
+        # A process that has passed all checks ends after all ranks have written their files.
+        if has_ended:
             return _lost("a process ended", took, folder)
         time.sleep(0.05)
     return _lost(f"no answer in {_LIMIT:.0f} s", took, folder)

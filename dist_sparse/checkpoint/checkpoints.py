@@ -39,7 +39,6 @@ from dist_sparse.tables.modules import check_module
 from dist_sparse.text import number_of, size, table_lines
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.stateful import Stateful
 
     from dist_sparse.checkpoint.storage import Entry
@@ -333,7 +332,11 @@ class Checkpoints:
             rest = {**weights, **states, **random}
             tensors = {**masks, **rest}
             check_saved(metadata, tensors)
-        _check_claimed(group, metadata, tensors)
+        # If there are fewer ranks than before, some generator states have no owner.
+        keys = sorted(saved)
+        claims = [key in tensors or key.startswith("rng.") for key in keys]
+        counts = group.all_reduce(torch.tensor(claims, dtype=torch.int64)).tolist()
+        _refuse_unclaimed([key for key, count in zip(keys, counts, strict=True) if count == 0])
         # Masks are loaded first: if they do not fit, no weight has been read yet.
         folders.load_tensors(step, metadata, masks, group.process_group)
         for key, part in parts.items():
@@ -397,15 +400,6 @@ def _rng() -> Tensors:
     if torch.cuda.is_available():
         found[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
     return found
-
-
-def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
-    """Refuse saved tensors that no rank loads. Collective."""
-    keys = sorted(metadata.state_dict_metadata)
-    # If there are fewer ranks than before, some generator states have no owner.
-    claims = [key in tensors or key.startswith("rng.") for key in keys]
-    counts = group.all_reduce(torch.tensor(claims, dtype=torch.int64)).tolist()
-    _refuse_unclaimed([key for key, count in zip(keys, counts, strict=True) if count == 0])
 
 
 def _refuse_unclaimed(keys: list[str]) -> None:

@@ -160,7 +160,9 @@ class OptimizerState:
             keys = names
             # A KeyedOptimizer has names of its own.
             if isinstance(getattr(owner, "params", None), Mapping):
-                keys = {id(param): _dotted(prefix, key) for key, param in owner.params.items()}
+                keys = {
+                    id(param): f"{prefix}.{key}".strip(".") for key, param in owner.params.items()
+                }
             steps = None if torchrec is None else torchrec.fused_steps(owner)
             if steps is not None:
                 self._fused[owner] = steps
@@ -253,7 +255,7 @@ class OptimizerState:
             first = self._common_options(group, keys, options)
             changes += [partial(_set, group, name, value) for name, value in first.items()]
         # FBGEMM's kernel holds the step count; it is in no state.
-        steps = saved["fused_steps"] or 0
+        steps = saved["fused_steps"]
         changes += [partial(owner.set_optimizer_step, steps) for owner in self._fused]
         return self.tensors | fresh | merged, changes, list(merged)
 
@@ -358,7 +360,7 @@ def _owners(optimizer: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     # TorchRec's CombinedOptimizer.
     elif hasattr(optimizer, "optimizers"):
         for key, part in optimizer.optimizers:
-            yield from _owners(part, _dotted(prefix, key))
+            yield from _owners(part, f"{prefix}.{key}".strip("."))
     elif isinstance(optimizer, torch.optim.Optimizer):
         yield prefix, optimizer
     elif optimizer is not None:
@@ -366,10 +368,6 @@ def _owners(optimizer: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             f"Invalid optimizer of type {type(optimizer).__name__}: must be one of torch or"
             " TorchRec, or a list of them."
         )
-
-
-def _dotted(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}".strip(".")
 
 
 def _key_and_name(path: str) -> tuple[str, str]:

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse.checks import refuse
 from dist_sparse.enforcer import Clock, Hook, Hooks, timed
 from dist_sparse.enforcer.rows import SampledLookups, zero_rows
-from dist_sparse.masking.masks import BlockMask, Held
+from dist_sparse.masking.masks import BlockMask, Held, removed_parts
 from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import torchrec_port
@@ -68,24 +68,14 @@ class WeightState(NamedTuple):
     by_element: bool
 
     def reset_removed(self) -> None:
-        """Set the state of removed weights to its initial value.
-
-        State with one value per element is reset element by element. State with one value per row
-        of a shard (row-wise Adagrad) is reset where the whole row of the shard is removed. Other
-        state (step counts) belongs to no weight.
-        """
+        """Set the state of removed weights to its initial value; see
+        :func:`~dist_sparse.masking.masks.removed_parts`."""
         if not self.mask.removes:
             return
-        rows = self.mask.rect.rows
         dead_rows = self.mask.dead_rows()
         for state, initial in self.states:
-            if state.shape == self.weight.shape:
-                # Plain data has any shape; its mask is of a matrix.
-                elements = state.data.view(self.mask.rect[2:])
-                for part, kept in self.mask.element_chunks():
-                    elements[part].masked_fill_(~kept, initial)
-            elif state.shape in {(rows,), (rows, 1)}:
-                state.data.view(-1).masked_fill_(dead_rows.to(state.device), initial)
+            for part, removed in removed_parts(state, self.mask, dead_rows):
+                part.masked_fill_(removed, initial)
 
     def reset_elements(self) -> None:
         """Set state with one value per element to its initial value."""

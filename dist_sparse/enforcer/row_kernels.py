@@ -94,7 +94,12 @@ class TritonRowCleaner:
         self.needed, self._cols = bool(self._alive), 1
         if not self.needed:
             return
-        features, self._shifts = _features(slots)
+        features = [Feature() if slot is None else Feature.of(*slot) for slot in slots]
+        # A division takes many more instructions than a shift, and block sizes are nearly always
+        # powers of two. One kernel is launched for all features, so all must allow the shift.
+        self._shifts = all(feature.shifts for feature in features)
+        if self._shifts:
+            features = [feature.with_logarithms() for feature in features]
         # Each once: several features may look up one table. Unmasked ones have no rows.
         tables = [table for table in dict.fromkeys(features) if table.rows]
         ends = [0, *accumulate(table.rows for table in tables)]
@@ -170,18 +175,6 @@ class TritonRowCleaner:
                 BY_ID=by_id,
                 num_warps=4,
             )
-
-
-def _features(
-    slots: Sequence[tuple[Tensor, Any, Tensor] | None],
-) -> tuple[list[Feature], bool]:
-    """Return the parameters of all features, and whether the kernel shifts."""
-    features = [Feature() if slot is None else Feature.of(*slot) for slot in slots]
-    # A division takes many more instructions than a shift, and block sizes are nearly always powers
-    # of two. One kernel is launched for all features, so all must allow the shift.
-    if all(feature.shifts for feature in features):
-        return [feature.with_logarithms() for feature in features], True
-    return features, False
 
 
 def _axis(start: int, size: int, block: int, blocks: int) -> tuple[int, int]:

@@ -127,7 +127,11 @@ class KeptIds:
             # Of features with batches of different sizes the host knows the ends.
             ends = sent(ends, ids.device)
         if isinstance(ends, Tensor):
-            return self._flags_on_device(ids, ends)
+            concatenated, starts, rows = self._concatenated
+            # The first entry is for ids before the first feature.
+            feature = _feature_of_each(ids, ends) + 1
+            places = starts[feature] + _outside_as_0(ids.long(), rows[feature])
+            return concatenated.index_select(0, places)
         flags = torch.ones(ids.numel(), dtype=torch.bool)
         for table, span in ids_of_tables(self.kept, self.features, ends):
             kept = self.kept[table]
@@ -148,12 +152,6 @@ class KeptIds:
         except IndexError:
             return features
         return loaded_torchrec().select_ids(features, chosen)
-
-    def _flags_on_device(self, ids: Tensor, ends: Tensor) -> Tensor:
-        flags, starts, rows = self._concatenated
-        # The first entry is for ids before the first feature.
-        feature = _feature_of_each(ids, ends) + 1
-        return flags.index_select(0, starts[feature] + _outside_as_0(ids.long(), rows[feature]))
 
     @cached_property
     def _concatenated(self) -> tuple[Tensor, Tensor, Tensor]:

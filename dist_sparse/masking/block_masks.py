@@ -263,7 +263,7 @@ def _read_histograms(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) 
     # Kernels return no extremes: they count a score that they refuse, also a negative one, as NaN.
     counts = torch.stack(histograms)
     counted = bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
-    if counted or _refused(scores):
+    if counted or scoring.refused(scores).any():
         # Nothing tells yet which table it is: the first one with such a score raises.
         for table in tables:
             _find_refused(table.goal)
@@ -389,7 +389,7 @@ def _score_shard(table: ScoredTable, shard: Shard) -> list[Tensor]:
         segment = _add_segment(table, shard)
         cut = table.cuts.add_shard(shard.rect, shard.tensor.device)
         segment.histogram, extremes = _score_blocks(goal, shard, segment.add, cut)
-        _score_slabs(goal, shard, cut)
+        _score_slabs(goal, shard, table.cuts)
         return [extremes]
     again = _scores_again(goal, shard)
     segment = _add_segment(table, shard, rescores=again)
@@ -436,25 +436,21 @@ def find_cuts(goal: Goal) -> CutTable | None:
         # scores; as cut columns, however the table is cut, one partial sum of each block.
         rows, cols = (), tuple(range(goal.grid.cols))
     if goal.by_element and cols:
-        raise ValueError(_cut_by_columns(goal))
+        borders = sorted({rect.col for rect in data.rects} - {0})
+        common = math.gcd(*borders)
+        # At most 64: nobody rescores a longer list.
+        fits = [width for width in range(1, min(block[1], 64)) if common % width == 0]
+        raise ValueError(
+            f"Table {data.name!r}: zeros_per_block={goal.zeros_per_block} is smaller than the"
+            f" block {block}, so a column border may not cut blocks, but borders are at columns"
+            f" {borders}; block widths that fit: {fits}."
+        )
     return CutTable(data, block, rows, cols, goal.by_element) if rows or cols else None
 
 
 def _cut_indices(borders: Iterable[int], size: int) -> tuple[int, ...]:
     """Return the indices of the blocks of a size that borders cut, ascending."""
     return tuple(sorted({border // size for border in borders if border % size}))
-
-
-def _cut_by_columns(goal: Goal) -> str:
-    borders = sorted({rect.col for rect in goal.data.rects} - {0})
-    common = math.gcd(*borders)
-    # At most 64: nobody rescores a longer list.
-    fits = [width for width in range(1, min(goal.block[1], 64)) if common % width == 0]
-    return (
-        f"Table {goal.data.name!r}: zeros_per_block={goal.zeros_per_block} is smaller than the"
-        f" block {goal.block}, so a column border may not cut blocks, but borders are at columns"
-        f" {borders}; block widths that fit: {fits}."
-    )
 
 
 def _score_blocks(
@@ -476,7 +472,7 @@ def _score_blocks(
     scratch = torch.empty(0, dtype=torch.int32)
     for first, bits in _score_pieces(goal, shard, cut):
         extremes.append(torch.stack(bits.aminmax()))
-        if bits.is_cpu and _refused(extremes[-1]):
+        if bits.is_cpu and scoring.refused(extremes[-1]).any():
             # Now: bincount() takes no negative numbers.
             _find_refused(goal)
         if cut is not None:
@@ -493,12 +489,12 @@ def _score_blocks(
     return histogram, torch.cat(extremes).long()
 
 
-def _score_slabs(goal: Goal, shard: Shard, cut: Partials) -> None:
+def _score_slabs(goal: Goal, shard: Shard, cuts: CutTable) -> None:
     """Score the elements of cut block rows, which their owner scores as whole blocks."""
     rect = shard.rect
+    cut = cuts.partials[rect]
     for i in cut.rows:
-        inner = rect.intersect(Rect(i * goal.block[0], rect.col, goal.block[0], rect.cols))
-        assert inner is not None
+        inner = cuts.inside(rect, i)
         rows = shard.tensor[inner.row - rect.row : inner.row_end - rect.row]
         cut.elements[i] = scoring.element_scores(rows, goal.measure, (inner.row, inner.col))
 
@@ -543,18 +539,13 @@ def _rescore(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
         yield first * bits.shape[1], bits.view(-1)
 
 
-def _refused(extremes: Tensor) -> bool:
-    """Return whether a score is negative or not finite, from the least and largest ones."""
-    return bool(((extremes < 0) | (extremes >= NOT_FINITE)).any())
-
-
 def _find_refused(goal: Goal) -> None:
     """Score a table again. Raise a ValueError for the first score that is negative or not
     finite."""
     for shard in goal.data.shards:
         grid = grid_of(shard.rect, goal.block)
         for first, bits in _score_pieces(goal, shard):
-            found = ((bits < 0) | (bits >= NOT_FINITE)).nonzero().tolist()
+            found = scoring.refused(bits).nonzero().tolist()
             if not found:
                 continue
             i, j = found[0]

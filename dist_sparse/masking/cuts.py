@@ -146,12 +146,18 @@ class CutTable:
         top = row * self.block[0]
         return Rect(top, 0, min(self.block[0], self.data.shape[0] - top), self.data.shape[1])
 
+    def inside(self, rect: Rect, row: int) -> Rect:
+        """Return the elements of a cut block row that a shard holds."""
+        inner = rect.intersect(self.slab(row))
+        assert inner is not None
+        return inner
+
     def part_of_slab(self, rect: Rect, row: int) -> tuple[slice, ...]:
         """Return which part of the decision on a slab the shard ``rect`` needs."""
         if not self.by_element:
             grid = grid_of(rect, self.block)
             return (slice(grid.col, grid.col_end),)
-        inner = _common(rect, self.slab(row))
+        inner = self.inside(rect, row)
         top = inner.row - row * self.block[0]
         return slice(top, top + inner.rows), slice(rect.col, rect.col_end)
 
@@ -261,7 +267,7 @@ def _expect_partials(parcels: Parcels, table: CutTable, group: Group) -> list[_A
             if row is None:
                 shape = len(rows), len(table.cols_in(rect))
             else:
-                shape = _common(rect, table.slab(row))[2:]
+                shape = table.inside(rect, row)[2:]
             arriving.append((rect, rows, row, parcels.expect(sender, shape, torch.float64)))
     return arriving
 
@@ -282,7 +288,7 @@ def _score_owned(
             at = slice(rows.start - owned.start, rows.stop - owned.start)
             sums[at, table.places(rect)] += read()
         else:
-            inner = _common(rect, table.slab(row))
+            inner = table.inside(rect, row)
             top = inner.row - table.slab(row).row
             slabs[row][top : top + inner.rows, inner.col : inner.col_end] = read()
     scores = _scores(table, sums, owned.start, table.cols)
@@ -341,9 +347,3 @@ def _expect_decisions(
                 size = [part.stop - part.start for part in table.part_of_slab(rect, row)]
                 place = decision.slabs[row] = torch.empty(size, dtype=torch.bool, device=device)
             yield place, parcels.expect(owner, (-(-place.numel() // 8),))
-
-
-def _common(rect: Rect, slab: Rect) -> Rect:
-    inner = rect.intersect(slab)
-    assert inner is not None
-    return inner

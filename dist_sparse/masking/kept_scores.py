@@ -17,12 +17,12 @@ from torch import Tensor
 from dist_sparse.masking.device import ON_CPU
 from dist_sparse.masking.masks import BlockMask, positions
 from dist_sparse.masking.scores import (
-    NOT_FINITE,
     Segment,
     block_sums,
     block_widths,
     bucket_counts,
     first_histogram,
+    refused,
     to_scores,
     with_prefix,
 )
@@ -199,8 +199,7 @@ class ScoreCache:
         cols = grid_of(shard.rect, caching.block).cols
         scored = _scores_of_rows(shard, caching, rows)
         new = torch.cat([torch.zeros(len(zeros), cols), *scored]).view(torch.int32).view(-1)
-        # The bits of negative floats are negative integers.
-        if bool(((new < 0) | (new >= NOT_FINITE)).any()):
+        if refused(new).any():
             return False
         first = torch.cat([zeros, rows]) * cols
         places = (first.unsqueeze(1) + torch.arange(cols)).view(-1)
@@ -300,7 +299,13 @@ class IndexedScores:
         on) fall into each bucket of the next bits, int64 ``(buckets,)``; None if a pass over all
         scores is as fast."""
         if before == LEADING_SHIFT:
-            return self._second_round(prefix, shift, buckets)
+            bucket = self._bucket
+            if bucket is None or bucket[:3] != (prefix, shift, buckets):
+                bucket = _Bucket(prefix, shift, buckets, torch.zeros(buckets, dtype=torch.int64))
+                for part in torch.split(self.bits.view(-1), _CHUNK):
+                    bucket.counts.add_(bucket.count_of(part))
+            self._bucket, self._used = bucket, True
+            return bucket.counts
         # Zeros have a bucket of their own in the first round.
         places = self.within(max(1, prefix << before), ((prefix + 1) << before) - 1)
         return None if places is None else bucket_counts(self.at(places), shift, buckets)
@@ -316,15 +321,6 @@ class IndexedScores:
             return None
         self._near, self._used = near, True
         return near.places.masked_select(_within(self.at(near.places), least - 1, most))
-
-    def _second_round(self, prefix: int, shift: int, buckets: int) -> Tensor:
-        bucket = self._bucket
-        if bucket is None or bucket[:3] != (prefix, shift, buckets):
-            bucket = _Bucket(prefix, shift, buckets, torch.zeros(buckets, dtype=torch.int64))
-            for part in torch.split(self.bits.view(-1), _CHUNK):
-                bucket.counts.add_(bucket.count_of(part))
-        self._bucket, self._used = bucket, True
-        return bucket.counts
 
     def _moved(self, near: _Near, places: Tensor, old: Tensor, new: Tensor) -> _Near | None:
         """Return ``near`` corrected for some changed scores; None if it has too many now."""

@@ -25,7 +25,7 @@ from dist_sparse.tables.shards import sent
 _LANES = 16
 
 # Triton's types of weights and totals.
-_TYPES = {
+_TYPES: dict[torch.dtype | None, Any] = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
@@ -68,15 +68,14 @@ class Scoring(NamedTuple):
     of_elements: bool = False
 
     def constants(self) -> dict[str, Any]:
-        """Return what a kernel that scores is compiled for."""
+        """Return what a kernel that scores is compiled for. A type is None where weights, or
+        totals, do not count."""
         return {
-            "TYPE": _TYPES[self.dtype],
+            "TYPE": _TYPES[self.dtype] if self.weights else None,
             "WIDTH": self.width,
             "ABSOLUTE": self.absolute,
-            "WEIGHTS": self.weights,
-            "TOTALS": self.totals is not None,
             "OF_ELEMENTS": self.of_elements,
-            "TOTAL_TYPE": _TYPES[self.totals or torch.float32],
+            "TOTAL_TYPE": _TYPES.get(self.totals),
         }
 
 
@@ -244,34 +243,6 @@ def _value(job: tl.tensor, at: tl.tensor, inside: tl.tensor, TOTAL_TYPE: tl.cons
 
 
 @_kernel
-def _element(
-    job: tl.tensor,
-    at: tl.tensor,
-    inside: tl.tensor,
-    value: tl.tensor,
-    TYPE: tl.constexpr,
-    ABSOLUTE: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    TOTALS: tl.constexpr,
-    OF_ELEMENTS: tl.constexpr,
-    TOTAL_TYPE: tl.constexpr,
-) -> tl.tensor:
-    """Return scores of elements, float64. ``value`` is their value by the totals of their rows."""
-    if OF_ELEMENTS:
-        value = _value(job, at, inside, TOTAL_TYPE)
-    if WEIGHTS:
-        weights = tl.load(job).to(tl.pointer_type(TYPE))
-        # Through float32: Triton does not convert bfloat16 to float64.
-        score = tl.load(weights + at, mask=inside, other=0).to(tl.float32).to(tl.float64)
-        score = tl.abs(score) if ABSOLUTE else score * score
-        if TOTALS:
-            score *= value + _TINY
-    else:
-        score = value
-    return score
-
-
-@_kernel
 def _scores(
     job: tl.tensor,
     first: tl.tensor,
@@ -281,8 +252,6 @@ def _scores(
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    TOTALS: tl.constexpr,
     OF_ELEMENTS: tl.constexpr,
     TOTAL_TYPE: tl.constexpr,
 ) -> tl.tensor:
@@ -291,59 +260,45 @@ def _scores(
     at = first + lane // LANES
     inside = at < blocks
     value = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
-    if TOTALS and not OF_ELEMENTS:
+    if TOTAL_TYPE is not None and not OF_ELEMENTS:
         # Loaded once for each block, and copied to its lanes.
         block = first + tl.arange(0, BLOCKS)
         of_blocks = _value(job, block // tl.load(job + 13), block < blocks, TOTAL_TYPE)
         spread = tl.broadcast_to(of_blocks[:, None], [BLOCKS, LANES])
         value = tl.reshape(spread, [BLOCKS * LANES])
     at = at * WIDTH + lane % LANES
+    # Wide blocks in the order of torch.sum with AVX2: each of 16 lanes adds 16 elements in turn,
+    # and then adds the sum of the next 16. A lane of a narrow block has one element.
+    total = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
+    for group in range(0, WIDTH, 256):
+        part = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
+        for column in range(group, min(group + 256, WIDTH), 16):
+            if OF_ELEMENTS:
+                value = _value(job, at + column, inside, TOTAL_TYPE)
+            score = value
+            if TYPE is not None:
+                weights = tl.load(job).to(tl.pointer_type(TYPE)) + at + column
+                # Through float32: Triton does not convert bfloat16 to float64.
+                score = tl.load(weights, mask=inside, other=0).to(tl.float32).to(tl.float64)
+                score = tl.abs(score) if ABSOLUTE else score * score
+                if TOTAL_TYPE is not None:
+                    score *= value + _TINY
+            part += score
+        total += part
     if WIDTH <= 16:
         # Neighbours in pairs: 16, 8, 4, 2 sums become 8, 4, 2, 1. Unrolled, as shapes change.
-        sums = _element(
-            job, at, inside, value, TYPE, ABSOLUTE, WEIGHTS, TOTALS, OF_ELEMENTS, TOTAL_TYPE
-        )
+        sums = total
         for level in tl.static_range(4):
             if (8 >> level) < WIDTH:
                 left, right = tl.split(tl.reshape(sums, [BLOCKS * (8 >> level), 2]))
                 sums = left + right
     else:
-        # The order of torch.sum with AVX2: each of 16 lanes adds 16 elements in turn, and then
-        # adds the sum of the next 16. The lanes are four accumulators of four, added in turn.
-        total = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
-        for group in range(0, WIDTH, 256):
-            part = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
-            for column in range(group, min(group + 256, WIDTH), 16):
-                part += _element(
-                    job,
-                    at + column,
-                    inside,
-                    value,
-                    TYPE,
-                    ABSOLUTE,
-                    WEIGHTS,
-                    TOTALS,
-                    OF_ELEMENTS,
-                    TOTAL_TYPE,
-                )
-            total += part
+        # The lanes are four accumulators of four, added in turn.
         parts = tl.permute(tl.reshape(total, [BLOCKS, 4, 4]), [0, 2, 1])
         sums = _in_turn(_in_turn(parts, BLOCKS * 4), BLOCKS)
     bits = (sums / WIDTH).to(tl.float32).to(tl.int32, bitcast=True)
     # Negative scores, and NaN with either sign, become a NaN that the histogram counts as refused.
     return tl.where(bits < 0, 0x7FFFFFFF, bits)
-
-
-@_kernel
-def _tally(
-    buckets: tl.tensor, counted: tl.tensor, BUCKETS: tl.constexpr, BLOCKS: tl.constexpr
-) -> tl.tensor:
-    """Return how many of the ``counted`` blocks are in each bucket, int32 ``(BUCKETS,)``."""
-    # Other blocks count in the first bucket, and are subtracted again: tl.histogram() takes a mask
-    # only in newer releases of Triton.
-    tally = tl.histogram(tl.where(counted, buckets, 0), BUCKETS)
-    missing = BLOCKS - tl.sum(counted.to(tl.int32))
-    return tally - tl.where(tl.arange(0, BUCKETS) == 0, missing, 0)
 
 
 @_kernel
@@ -378,41 +333,6 @@ def _ints(field: tl.tensor) -> tl.tensor:
 
 
 @_kernel
-def _list(job: tl.tensor, bits: tl.tensor, place: tl.tensor, within: tl.tensor) -> None:
-    """Append scores and places of the blocks within to the list of the job."""
-    # One atomic operation reserves room for the tile. So the order of tiles varies, but readers of
-    # a list need only counts, places and bits.
-    found = tl.sum(within.to(tl.int32))
-    to = tl.atomic_add(_ints(job + 8), found) + tl.cumsum(within.to(tl.int32), 0) - 1
-    tl.store(_ints(job + 6) + to, bits, mask=within)
-    tl.store(_ints(job + 7) + to, place.to(tl.int32), mask=within)
-
-
-@_kernel
-def _write_mask(
-    job: tl.tensor,
-    first: tl.tensor,
-    blocks: tl.tensor,
-    bits: tl.tensor,
-    place: tl.tensor,
-    removes: tl.tensor,
-    LISTED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-) -> None:
-    """Write the bits of kept and of dirty blocks."""
-    if LISTED:
-        # Other programs write bits of the same byte: atomically, in words of 32 bits, as there is
-        # no atomic operation on bytes. No listed block scores 0, so every removed one is dirty.
-        bit = tl.full([BLOCKS], 1, dtype=tl.int32) << (place & 31).to(tl.int32)
-        tl.atomic_and(_ints(job + 9) + (place >> 5), ~bit, mask=removes)
-        tl.atomic_or(_ints(job + 10) + (place >> 5), bit, mask=removes)
-    else:
-        inside = first + tl.arange(0, BLOCKS) < blocks
-        _pack(tl.load(job + 9), first, blocks, inside & ~removes, BLOCKS)
-        _pack(tl.load(job + 10), first, blocks, removes & (bits != 0), BLOCKS)
-
-
-@_kernel
 def sweep_kernel(
     jobs: tl.tensor,
     counts: tl.tensor,
@@ -422,8 +342,6 @@ def sweep_kernel(
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    TOTALS: tl.constexpr,
     OF_ELEMENTS: tl.constexpr,
     TOTAL_TYPE: tl.constexpr,
     BUCKETS: tl.constexpr,
@@ -457,8 +375,6 @@ def sweep_kernel(
                 BLOCKS,
                 LANES,
                 ABSOLUTE,
-                WEIGHTS,
-                TOTALS,
                 OF_ELEMENTS,
                 TOTAL_TYPE,
             )
@@ -472,12 +388,31 @@ def sweep_kernel(
         removes = inside & ((bits < low) | (within & (place <= last)))
         removed += tl.sum(removes.to(tl.int32))
         if BUCKETS:
-            tally += _tally((bits >> shift) & (BUCKETS - 1), within, BUCKETS, BLOCKS)
+            # Other blocks count in the first bucket, and are subtracted again: tl.histogram()
+            # takes a mask only in newer releases of Triton.
+            buckets = tl.where(within, (bits >> shift) & (BUCKETS - 1), 0)
+            others = BLOCKS - tl.sum(within.to(tl.int32))
+            tally += tl.histogram(buckets, BUCKETS)
+            tally -= tl.where(tl.arange(0, BUCKETS) == 0, others, 0)
         if LISTS:
-            _list(job, bits, place, within)
+            # One atomic operation reserves room for the tile. So the order of tiles varies, but
+            # readers of a list need only counts, places and bits.
+            found = tl.sum(within.to(tl.int32))
+            to = tl.atomic_add(_ints(job + 8), found) + tl.cumsum(within.to(tl.int32), 0) - 1
+            tl.store(_ints(job + 6) + to, bits, mask=within)
+            tl.store(_ints(job + 7) + to, place.to(tl.int32), mask=within)
         if PACKS:
-            # 3. Write the new mask.
-            _write_mask(job, first, blocks, bits, place, removes, LISTED, BLOCKS)
+            # 3. Write the bits of kept and of dirty blocks.
+            if LISTED:
+                # Other programs write bits of the same byte: atomically, in words of 32 bits, as
+                # there is no atomic operation on bytes. No listed block scores 0, so every removed
+                # one is dirty.
+                bit = tl.full([BLOCKS], 1, dtype=tl.int32) << (place & 31).to(tl.int32)
+                tl.atomic_and(_ints(job + 9) + (place >> 5), ~bit, mask=removes)
+                tl.atomic_or(_ints(job + 10) + (place >> 5), bit, mask=removes)
+            else:
+                _pack(tl.load(job + 9), first, blocks, inside & ~removes, BLOCKS)
+                _pack(tl.load(job + 10), first, blocks, removes & (bits != 0), BLOCKS)
     # 4. Add the counts of all tiles: once, as additions to one address wait for each other.
     counts += tl.program_id(1) * (1 + BUCKETS)
     tl.atomic_add(counts, removed)

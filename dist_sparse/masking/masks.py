@@ -84,20 +84,20 @@ class BitWriter:
     def __init__(self, count: int, device: torch.device) -> None:
         self._bits = torch.empty(-(-count // 8), dtype=torch.uint8, device=device)
         self._at = 0
-        self._rest: Tensor | None = None
+        self._rest = torch.empty(0, dtype=torch.bool, device=device)
 
     def add(self, flags: Tensor) -> None:
         """Append flags, bool ``(n,)``."""
-        flags = flags if self._rest is None else torch.cat([self._rest, flags])
+        # torch.cat() would copy the flags without a rest too.
+        flags = torch.cat([self._rest, flags]) if self._rest.numel() else flags
         whole = flags.numel() // 8 * 8
         self._write(flags[:whole])
         # A copy: the caller may overwrite its flags.
-        self._rest = flags[whole:].clone() if whole < flags.numel() else None
+        self._rest = flags[whole:].clone()
 
     def close(self) -> Tensor:
         """Return the bytes, once all flags have been added."""
-        if self._rest is not None:
-            self._write(self._rest)
+        self._write(self._rest)
         assert self._at == self._bits.numel()
         return self._bits
 
@@ -358,8 +358,7 @@ class BlockMask:
             else:
                 newly = before.bits & ~mask.bits
                 mask._zero(tensor.data, newly if dirty is None else newly | dirty)
-        if on_devices:
-            _apply_on_devices(on_devices)
+        _apply_on_devices(on_devices)
 
     def _zero(self, live: Tensor, removed: Tensor) -> None:
         """Write zero to the blocks of a live shard whose bit is set in ``removed``; bits after the
@@ -472,6 +471,29 @@ class BlockMask:
         return self.bits.view(-1, size).amax(1) == 0
 
 
+def removed_parts(
+    tensor: Tensor, mask: BlockMask, dead_rows: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield live parts of a shard's weights or optimizer state, and flags of what is removed.
+
+    State with one value a row is removed where the whole row is. Other state, such as a step count,
+    belongs to no element.
+
+    Args:
+        tensor: plain data, and its state, has any shape; its mask is of a matrix of as many rows.
+        dead_rows: bool ``(rect.rows,)``.
+    """
+    rect = mask.rect
+    if tensor.shape[:1] != (rect.rows,):
+        return
+    if tensor.numel() == rect.numel:
+        elements = tensor.data.view(rect[2:])
+        for rows, kept in mask.element_chunks(only_removing=True):
+            yield elements[rows], ~kept
+    elif tensor.numel() == rect.rows:
+        yield tensor.data.view(-1), dead_rows.to(tensor.device)
+
+
 class ShardChange(NamedTuple):
     """A new mask, before the weights that it removes are zeroed.
 
@@ -515,10 +537,6 @@ class Held:
             return self.samples
         rows = self.counts.double()
         return torch.stack([rows.sum(), rows[self.mask.dead_rows()].sum()])
-
-    def with_mask(self, mask: BlockMask) -> Held:
-        """Return what is stored with the shard once this is its mask."""
-        return self if mask is self.mask else Held(mask, self.counts)
 
     def to(self, device: torch.device) -> Held:
         if self.mask.bits.device == device:

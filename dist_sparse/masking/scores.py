@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -44,6 +45,11 @@ LEADING_BUCKETS = 2048
 HISTOGRAM = 1 + LEADING_BUCKETS
 
 CPU = torch.device("cpu")
+
+
+def refused(bits: Tensor) -> Tensor:
+    """Return which scores are negative or not finite. Bits of negative floats are negative."""
+    return (bits < 0) | (bits >= NOT_FINITE)
 
 
 class RowTotals(NamedTuple):
@@ -287,7 +293,11 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
     """
     width = parts.shape[-1]
     if width > _FEW:
-        return _fold_long(parts.contiguous() if parts.stride(-1) != 1 else parts, out)
+        parts = parts.contiguous() if parts.stride(-1) != 1 else parts
+        total = torch.sum(parts[..., :_LONG], -1, out=out)
+        for start in range(_LONG, width, _LONG):
+            total += parts[..., start : start + _LONG].sum(-1)
+        return total
     while width % 2 == 0 and width > 2:
         parts = parts[..., 0::2].add_(parts[..., 1::2])
         width = width // 2
@@ -296,13 +306,6 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
     total = torch.add(parts[..., 0], parts[..., 1], out=out)
     for k in range(2, width):
         total += parts[..., k]
-    return total
-
-
-def _fold_long(parts: Tensor, out: Tensor | None) -> Tensor:
-    total = torch.sum(parts[..., :_LONG], -1, out=out)
-    for start in range(_LONG, parts.shape[-1], _LONG):
-        total += parts[..., start : start + _LONG].sum(-1)
     return total
 
 
@@ -428,21 +431,20 @@ class Segment:
         self.device, self.counts = device, counts
         self.count = lambda *_: None
         self._read = read
-        self._pieces: list[Tensor] = []
-        self._starts: list[int] = []
+        # Each with its first row.
+        self._pieces: list[tuple[int, Tensor]] = []
         self._rows = 0
 
     def add(self, bits: Tensor) -> None:
         """Append rows of scores, int32 ``(rows, cols)``, contiguous. They are held, and may be
         written later."""
-        self._pieces.append(bits)
-        self._starts.append(self._rows)
+        self._pieces.append((self._rows, bits))
         self._rows += bits.shape[0]
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(first row, bits)`` of each piece: the row counts from the segment's first, bits
         are int32 ``(rows, cols)``."""
-        yield from zip(self._starts, self._pieces, strict=True)
+        yield from self._pieces
 
     @property
     def on_cpu(self) -> bool:
@@ -452,10 +454,10 @@ class Segment:
     def rows(self, first: int, last: int) -> Tensor:
         """Return rows ``[first, last)``, a view ``(last - first, cols)``; they must be in one
         piece."""
-        at = bisect_right(self._starts, first) - 1
-        start = self._starts[at]
-        assert last - start <= self._pieces[at].shape[0]
-        return self._pieces[at][first - start : last - start]
+        at = bisect_right(self._pieces, first, key=itemgetter(0)) - 1
+        start, bits = self._pieces[at]
+        assert last - start <= len(bits)
+        return bits[first - start : last - start]
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(start, bits)``, flat position and scores, in order."""

@@ -184,7 +184,12 @@ def select_smallest(
 def _find_scores(searches: list[_ScoreSearch], group: Group, pooled_bytes: int) -> None:
     """Find the score of every threshold. Collective over ``group``."""
     counts = group.all_reduce(_first_histograms(searches))
-    _refuse_not_finite(counts, searches)
+    too_large = counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].sum(1)
+    for i in too_large.nonzero().flatten().tolist():
+        raise ValueError(
+            f"Table {searches[i].table.name!r}: {int(too_large[i])} block scores exceed float32"
+            " once their parts are added; must be finite."
+        )
     for search, zeros in zip(searches, counts[:, 0].tolist(), strict=True):
         if search.table.only_zeros:
             search.want_only_zeros(zeros)
@@ -198,7 +203,7 @@ def _find_scores(searches: list[_ScoreSearch], group: Group, pooled_bytes: int) 
 def _split_ties(searches: Collection[_ScoreSearch], group: Group) -> None:
     """Find the last index removed at the threshold of tables that lose some of the tied blocks, but
     not all. Collective over ``group`` if there are such tables, which every rank knows."""
-    ties = [_TieSearch(search) for search in searches if search.splits_ties]
+    ties = [_TieSearch(search) for search in searches if 0 < search.left < search.inside]
     _find_ties(ties)
     most = max((search.scores.table.blocks for search in ties), default=1)
     _narrow(ties, _index_rounds(most), _histograms_of_ties, group, _Pool(0))
@@ -304,7 +309,10 @@ class _ScoreSearch(_Search):
     def _count_on_cpu(self, segment: Segment, shift: int, buckets: int) -> Tensor:
         counts = torch.zeros(buckets, dtype=torch.int64)
         # The second round copies the scores in its bucket, if they are few; the third reads these.
-        copies = self.shift == LEADING_SHIFT and self._are_few(segment)
+        copies = False
+        if self.shift == LEADING_SHIFT:
+            sizes = segment.histogram
+            copies = int(sizes[1 + self.prefix]) * 8 <= max(int(sizes.sum()), _CHUNK)
         pieces = self._copied.pop(segment, None) or (bits for _, bits in segment.chunks())
         for bits in pieces:
             inside = with_prefix(bits, self.prefix, self.shift)
@@ -312,16 +320,6 @@ class _ScoreSearch(_Search):
             if copies:
                 self._copied.setdefault(segment, []).append(inside)
         return counts
-
-    def _are_few(self, segment: Segment) -> bool:
-        """Whether a segment has few scores that share the leading bits found."""
-        counts = segment.histogram
-        return int(counts[1 + self.prefix]) * 8 <= max(int(counts.sum()), _CHUNK)
-
-    @property
-    def splits_ties(self) -> bool:
-        """Whether some of the blocks at the threshold are removed, but not all."""
-        return 0 < self.left < self.inside
 
     def threshold(self) -> Threshold:
         """Return the threshold, once it is found."""
@@ -467,15 +465,6 @@ def _descend(searches: Sequence[_Search], counts: Tensor, shift: int, pool: _Poo
     # All scores in a bucket are equal after the last round, and in the bucket of zeros.
     equal = shift == 0 or (buckets == HISTOGRAM and pool.bucket == 0)
     pool.share(last=equal)
-
-
-def _refuse_not_finite(counts: Tensor, searches: Sequence[_ScoreSearch]) -> None:
-    bad = counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].sum(1)
-    for i in bad.nonzero().flatten().tolist():
-        raise ValueError(
-            f"Table {searches[i].table.name!r}: {int(bad[i])} block scores exceed float32 once"
-            " their parts are added; must be finite."
-        )
 
 
 def _index_rounds(blocks: int) -> list[tuple[int, int]]:

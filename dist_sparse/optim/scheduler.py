@@ -195,7 +195,7 @@ class OptimScheduler(abc.ABC):
         """
         step_num = integer("step_num", step_num, least=1)
         integer("epoch_num", epoch_num, least=1)
-        # At most one: _refuse_beside() has compared them. With none, an outer autocast stays on.
+        # At most one: _join_peers() has compared them. With none, an outer autocast stays on.
         dtypes = {peer._autocast for peer in self._sharing()} - {None}
         autocast = torch.autocast(self._device, dtypes.pop()) if dtypes else nullcontext()
         with self._unsynchronized(step_num), autocast:
@@ -392,27 +392,20 @@ class OptimScheduler(abc.ABC):
         """Whether an update follows a micro-step: it is the last of its real step."""
         return self._contributes(step_num) and step_num % self.accum_grad == 0
 
-    def _lr(self, step_num: int, epoch_num: int) -> float:
-        """Return the learning rate of a step, checked."""
-        returned = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
-        # A rate that is not finite would turn weights into NaN.
-        lr = number("learning rate", plain(returned), least=0)
-        return float(number("learning rate times ft_factor", lr * self.ft_factor))
+    # Phase 1: gradients, for all OptimSchedulers that share the losses.
 
-    def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
+    def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
+        """Set the learning rate, and add this step's gradients to ``.grad``."""
         if self.optim_loss is None and "loss" not in losses:
             raise AssertionError(
                 f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
             )
         # Raises a KeyError with the name of a missing loss.
-        return losses[self._loss_name]
-
-    # Phase 1: gradients, for all OptimSchedulers that share the losses.
-
-    def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
-        """Set the learning rate, and add this step's gradients to ``.grad``."""
-        loss = self._loss(losses)
-        lr = self._lr(step_num, epoch_num)
+        loss = losses[self._loss_name]
+        returned = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
+        # A rate that is not finite would turn weights into NaN.
+        lr = number("learning rate", plain(returned), least=0)
+        lr = float(number("learning rate times ft_factor", lr * self.ft_factor))
         # The sum includes this object. If it is larger than its own count, a peer has unfinished
         # gradients in shared parameters.
         accumulated = sum(peer._accumulated for peer in self._overlapping())
@@ -484,25 +477,21 @@ class OptimScheduler(abc.ABC):
         """Become one of the model's OptimSchedulers."""
         self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
         for peer in self._sharing()[1:]:
-            self._refuse_beside(peer)
+            rules: dict[str, object] = {
+                f"Invalid amp_dtype={self._autocast}: another OptimScheduler of the model has"
+                f" {peer._autocast}, and they share its forward.": (
+                    len({self._autocast, peer._autocast} - {None}) > 1
+                )
+            }
+            for name, part in self._sparsity.items():
+                rules[
+                    f"Invalid {name}: another OptimScheduler of the model steps it at each update."
+                ] = part is getattr(peer, name)
+            refuse(rules)
         self._peers[id(self)] = self
         # In a notebook a cell may run again: gradients of its last run must not be in this update.
         for peer in self._overlapping():
             peer._drop_gradients()
-
-    def _refuse_beside(self, peer: OptimScheduler) -> None:
-        """Refuse another autocast dtype than the peer's, and a sparsifier or scheduler that it
-        steps too."""
-        rules: dict[str, object] = {
-            f"Invalid amp_dtype={self._autocast}: another OptimScheduler of the model has"
-            f" {peer._autocast}, and they share its forward.": (
-                len({self._autocast, peer._autocast} - {None}) > 1
-            )
-        }
-        for name, part in self._sparsity.items():
-            text = f"Invalid {name}: another OptimScheduler of the model steps it at each update."
-            rules[text] = part is getattr(peer, name)
-        refuse(rules)
 
     def _sharing(self) -> list[OptimScheduler]:
         """Return this OptimScheduler, then the model's others that share its forward, newest first.

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dist_sparse.checks import hex_of, refuse, sync_folder
+from dist_sparse.checks import hex_of, refuse, refusing, sync_folder
 from dist_sparse.compaction.row_index import REMOVED, RowIndex
 from dist_sparse.masking.masks import count_bits, unpack
 from dist_sparse.serving.encodings import Tensors, chunks
@@ -155,14 +155,8 @@ def _read(folder: Path, kind: type[AnyManifest]) -> AnyManifest:
     refuse({unfinished: folder.name.endswith(PARTIAL), missing: not file.is_file()})
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{file} is refused: it has more than {_MOST_BYTES} bytes.")
-    try:
+    with refusing(file):
         return kind.from_text(file.read_bytes().decode())
-    except ValueError as error:
-        raise ValueError(f"{file} is refused: {error}.") from None
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{file} is refused: an entry is missing or of another type: {error!r}."
-        ) from None
 
 
 class ArtifactWriter(contextlib.AbstractContextManager[Any]):

@@ -69,7 +69,7 @@ from dist_sparse.serving.sources import (
 )
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import ShardedData, check_data
+from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import progress
 from dist_sparse.training.sparsify import SparseTraining
 
@@ -236,8 +236,7 @@ def _folders_before(since: Any) -> tuple[Path, ...]:
 
 def _placement(data: ShardedData) -> list[Any]:
     """Return how a table is sharded, or refuse a table without a shard on rank 0."""
-    check_data(data)
-    if 0 not in (data.ranks or (0,)):
+    if 0 not in data.holders:
         raise ValueError(
             f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
         )
@@ -310,8 +309,7 @@ def _write(
                     writer.add(name, parts, ids[first : first + len(chunk)])
                     first += len(chunk)
                     bar(len(chunk))
-                if first != len(ids):
-                    raise ValueError(f"Table {name!r}: {first} rows came, and it has {len(ids)}.")
+                assert first == len(ids), f"{name}: {first} rows came, and it has {len(ids)}"
         with world.agreeing("export()"):
             if writer is not None:
                 text = writer.finish(manifest).to_text()

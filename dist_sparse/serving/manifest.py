@@ -226,7 +226,7 @@ class Manifest:
             ValueError: the text is not exactly that, or of another version.
             LookupError, TypeError, AttributeError: an entry is missing or of another type.
         """
-        entries = unsealed(text, FORMAT, VERSION)
+        entries = _unsealed(text, FORMAT, VERSION)
         tables = {name: _table(name, entry) for name, entry in entries["tables"].items()}
         strange = {table.dtype for table in tables.values()} - {entries["dtype"]}
         if strange and entries["dtype"] != "codes":
@@ -236,7 +236,7 @@ class Manifest:
             dtype=entries["dtype"],
             collections=tuple(_collection(entry, tables) for entry in entries["collections"]),
             tables=tables,
-            bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
+            bytes=entries["bytes"],
         )
 
 
@@ -244,6 +244,12 @@ def _sealed(form: str, version: int, fields: dict[str, Any]) -> str:
     # The key is the fixed name of the file: no name from a manifest is ever used as a path.
     files = {TABLES: {"bytes": fields.pop("bytes")}}
     return sealed({"format": form, "version": version, **fields, "files": files})
+
+
+def _unsealed(text: str, form: str, version: int) -> dict[str, Any]:
+    entries = unsealed(text, form, version)
+    size = integer("bytes", entries["files"][TABLES]["bytes"], least=0)
+    return {**entries, "bytes": size}
 
 
 def layout_of(tables: Mapping[str, Any]) -> Layout:
@@ -407,7 +413,7 @@ class Delta:
             ValueError: the text is not exactly that, or of another version.
             LookupError, TypeError, AttributeError: an entry is missing or of another type.
         """
-        entries = unsealed(text, _DELTA_FORMAT, _DELTA_VERSION)
+        entries = _unsealed(text, _DELTA_FORMAT, _DELTA_VERSION)
         artifact = Manifest.from_text(entries["artifact"])
         if list(entries["tables"]) != list(artifact.tables):
             raise ValueError(f"its tables are {sorted(entries['tables'])}")
@@ -425,7 +431,7 @@ class Delta:
             previous=str(entries["previous"]),
             artifact=artifact,
             tables=tables,
-            bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
+            bytes=entries["bytes"],
         )
 
 

@@ -192,24 +192,18 @@ class ServedLookup(nn.Module):
         :class:`JaggedRows`."""
         check_ids(ids)
         rows: Tensor = self.index(ids, counts)
-        # Counting and raising depend on values, which a traced graph does not have.
-        if not torch.compiler.is_compiling():
-            self._count_unknown(ids, rows, counts)
+        # A traced graph has no values to count. UNKNOWN is below REMOVED, so one pass over the rows
+        # is enough for most batches.
+        if not torch.compiler.is_compiling() and len(rows) and int(rows.min()) < REMOVED:
+            described = self.unknown_lookups.add(ids, rows == UNKNOWN, counts.tolist())
+            if self.unknown == "raise":
+                raise ValueError("Out of range: " + "; ".join(described.values()) + ".")
         if self.unknown == "id0":
             # Id 0 may be removed itself, so its row is looked up like any other.
             rows = self.index(torch.where(rows == UNKNOWN, 0, ids), counts)
         batch = JaggedRows(rows.clamp(min=REMOVED), offsets, counts, weights)
         pooled: Tensor = self.row_lookup(batch)
         return pooled
-
-    def _count_unknown(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
-        """Count the ids out of range, and with ``unknown="raise"`` raise a ValueError."""
-        # UNKNOWN is below REMOVED, so one pass over the rows is enough for most batches.
-        if len(rows) == 0 or int(rows.min()) >= REMOVED:
-            return
-        described = self.unknown_lookups.add(ids, rows == UNKNOWN, counts.tolist())
-        if self.unknown == "raise":
-            raise ValueError("Out of range: " + "; ".join(described.values()) + ".")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ServedLookup:
         """Ignore changes of dtype: ``.half()`` or ``.to(dtype)`` of a model around this module
@@ -563,7 +557,19 @@ def load_served(
     artifact: Opened[Manifest] = open_artifact(folders[0])
     collections = {}
     for collection in artifact.manifest.collections:
-        tables = _load_tables(artifact, collection)
+        tables = {}
+        for name in collection.tables:
+            table = MappedTable(artifact, name)
+            entry = table.entry
+            if collection.kind in ("sequence", "embedding"):
+                # The manifest may have the pooling of another collection with the same table.
+                entry = replace(entry, pooling="none")
+            # Deltas may add rows: leave capacity for a sixteenth more, but not for more than all
+            # ids.
+            spare = min(entry.stored // 16, entry.rows - entry.kept)
+            # Clone them: a view would keep the file mapped. The lookup copies the rows.
+            whole = {key: part.clone() for key, part in table.whole.items()}
+            tables[name] = StoredTable(entry, table.base_rows, whole, table.index, spare)
         lookup = _LOOKUP_CLASSES[collection.kind](tables, collection, fbgemm, unknown)
         collections[collection.path] = Served(artifact.manifest, collection, lookup)
     for delta in folders[1:]:
@@ -573,23 +579,6 @@ def load_served(
         return collections
     [only] = collections.values()
     return only
-
-
-def _load_tables(artifact: Opened[Manifest], collection: Collection) -> dict[str, StoredTable]:
-    """Return the tables of a collection, by name."""
-    tables = {}
-    for name in collection.tables:
-        table = MappedTable(artifact, name)
-        entry = table.entry
-        if collection.kind in ("sequence", "embedding"):
-            # The manifest may have the pooling of another collection with the same table.
-            entry = replace(entry, pooling="none")
-        # Deltas may add rows: leave capacity for a sixteenth more, but not for more than all ids.
-        spare = min(entry.stored // 16, entry.rows - entry.kept)
-        # Clone them: a view would keep the file mapped. The lookup copies the rows.
-        whole = {key: part.clone() for key, part in table.whole.items()}
-        tables[name] = StoredTable(entry, table.base_rows, whole, table.index, spare)
-    return tables
 
 
 _LOOKUP_CLASSES: dict[str, type[ServedLookup]] = {

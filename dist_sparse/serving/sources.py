@@ -228,7 +228,7 @@ class ServedTable:
         ranks it is empty.
         """
         slots = self.lookup.slots
-        if world_rank() not in (self.data.ranks or (0,)):
+        if world_rank() not in self.data.holders:
             return
         changed = self.stored & self.changed
         # Rows of slots are all streamed: their writes are not recorded by id.
@@ -245,9 +245,8 @@ ServedTables = Mapping[str, ServedTable]
 def _stream(data: ShardedData, is_wanted: Tensor) -> Iterator[Tensor]:
     """Yield the wanted rows on rank 0, in the order in which they are stored. Collective."""
     whole = Rect(0, 0, int(is_wanted.count_nonzero()), data.shape[1])
-    ranks = data.ranks or (0,)
-    targets: list[list[Rect]] = [[] for _ in ranks]
-    targets[ranks.index(0)] = [whole]
+    targets: list[list[Rect]] = [[] for _ in data.holders]
+    targets[data.holders.index(0)] = [whole]
     shards = [shard.tensor for shard in data.shards]
     for _, rows in move_rows(data, shards, is_wanted, targets):
         yield rows
@@ -413,7 +412,7 @@ def with_changes(
     groups: dict[Any, list[ShardedData]] = {}
     for table in tables.values():
         # Records are by row. A rotation changes all rows, and rows of a compact table are not ids.
-        if table.lookup.is_plain and world_rank() in (table.data.ranks or (0,)):
+        if table.lookup.is_plain and world_rank() in table.data.holders:
             groups.setdefault(table.data.ranks, []).append(table.data)
     # Ranks take the process groups in the same order, because gather_rows() is collective.
     for recorded in groups.values():
@@ -462,8 +461,7 @@ def note_export(
 
 def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written]:
     """Return the records of written rows, by the address of a shard; none without an enforcer."""
-    enforcer = sparsifier.masks.enforcer
-    return {} if enforcer is None else enforcer.written("deltas")
+    return sparsifier.masks.hooks.written("deltas")
 
 
 def _flag_written(records: Mapping[int, Written], data: ShardedData, rect: Rect) -> Tensor:

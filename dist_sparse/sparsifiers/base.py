@@ -451,14 +451,28 @@ class BaseDataSparsifier(MaskUpdater):
                 loaded = packed.prepare(saved["sharded"], located)
             for facts, names in noted:
                 for name in sorted(loaded.keys() & names):
-                    self._check_loaded(located[name], configs[name])
+                    # The state may be of another class of sparsifier, with other keys.
+                    if lacking := sorted(set(self.defaults) - set(configs[name])):
+                        raise ValueError(
+                            f"Error loading {name!r}: its configuration in the state lacks"
+                            f" {lacking}."
+                        )
+                    # Refuses what the next mask update could not follow.
+                    self.check_config(located[name], configs[name])
                     one = loaded[name]
                     values = [one.block, configs[name], one.updates, one.removed]
                     facts[f"the state of table {name!r}"] = values
         refusal = "The saved masks of the ranks do not fit together. Nothing was changed."
         packed.compare_holders("load_state_dict()", located, loaded, refusal)
         # DCP fills a gap in a checkpoint with zeros, which no hash on this rank would show.
-        _check_removed(packed, loaded)
+        here = {name: [one.removed_here] for name, one in loaded.items()}
+        # In one order on every rank, so that all raise the same.
+        for name, [count] in sorted(packed.summed(here).items()):
+            if loaded[name].removed not in (None, count):
+                raise ValueError(
+                    f"Error loading {name!r}: the masks remove {count} blocks over all ranks, but "
+                    f"{loaded[name].removed} when they were saved. Nothing was changed."
+                )
 
         # Nothing below can fail, so all ranks load or none. It is local: a caller can prepare
         # several states, and then load all of them.
@@ -534,15 +548,6 @@ class BaseDataSparsifier(MaskUpdater):
         kept: Tensor = data
         return kept
 
-    def _check_loaded(self, data: ShardedData, config: Mapping[str, Any]) -> None:
-        """Refuse the configuration of a table in a state if the next mask update would fail."""
-        # The state may be of another class of sparsifier, with other keys.
-        if lacking := sorted(set(self.defaults) - set(config)):
-            raise ValueError(
-                f"Error loading {data.name!r}: its configuration in the state lacks {lacking}."
-            )
-        self.check_config(data, config)
-
     def _checked(
         self, source: Source, located: Sequence[ShardedData], overrides: Configs
     ) -> tuple[dict[str, dict[str, Any]], Callable[[], None]]:
@@ -604,18 +609,6 @@ def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     saved = _whole(saved)
     given = {name: entry["config"] for name, entry in tables_of(saved["sharded"]).items()}
     return copy.deepcopy({**saved["data_groups"], **given})
-
-
-def _check_removed(packed: PackedStore, loaded: Mapping[str, TableMasks]) -> None:
-    """Compare the removed blocks over all ranks with the saved numbers. Collective."""
-    here = {name: [one.removed_here] for name, one in loaded.items()}
-    # In one order on every rank, so that all raise the same.
-    for name, [count] in sorted(packed.summed(here).items()):
-        if loaded[name].removed not in (None, count):
-            raise ValueError(
-                f"Error loading {name!r}: the masks remove {count} blocks over all ranks, but "
-                f"{loaded[name].removed} when they were saved. Nothing was changed."
-            )
 
 
 def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -249,6 +249,12 @@ class ImportanceSparsifier(DataNormSparsifier):
             return {}
         # Call it for "frequency" too: it raises without an enforcer, which counts the lookups.
         sums = self.sums()
+        for name in self.unknown_tables(located):
+            raise ValueError(
+                f"Table {name!r}: no Adagrad steps it, so there are no sums of squared gradients."
+                " Use score='norm', or 'frequency' for a fused table. level='untouched' needs a"
+                " record of lookups: Adagrad, or a fused optimizer with score='frequency'."
+            )
         totals = {}
         for name, data in located.items():
             if self.scored_by == "frequency":
@@ -261,7 +267,9 @@ class ImportanceSparsifier(DataNormSparsifier):
                     for rect, count in counts.items()
                 ]
             else:
-                totals[name] = [_adagrad_totals(name, shard, sums) for shard in data.shards]
+                totals[name] = [
+                    RowTotals(rect, *sums[weights.data_ptr()]) for rect, weights in data.shards
+                ]
         return totals
 
     def sums(self) -> Mapping[int, tuple[Tensor, float]]:
@@ -288,18 +296,3 @@ class ImportanceSparsifier(DataNormSparsifier):
             f"Data {name!r}: score={self.scored_by!r} is for the tables of models, from"
             " add_model()."
         )
-
-
-def _adagrad_totals(name: str, shard: Shard, sums: Mapping[int, tuple[Tensor, float]]) -> RowTotals:
-    """Return the squared gradients that Adagrad has summed for a shard.
-
-    Raises:
-        ValueError: no Adagrad steps it.
-    """
-    if shard.tensor.data_ptr() not in sums:
-        raise ValueError(
-            f"Table {name!r}: no Adagrad steps it, so there are no sums of squared gradients. Use"
-            " score='norm', or 'frequency' for a fused table. level='untouched' needs a record of"
-            " lookups: Adagrad, or a fused optimizer with score='frequency'."
-        )
-    return RowTotals(shard.rect, *sums[shard.tensor.data_ptr()])

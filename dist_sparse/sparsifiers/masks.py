@@ -25,7 +25,7 @@ from torch import Tensor
 from dist_sparse.groups import group_over, traffic
 from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.kept_scores import Written
-from dist_sparse.masking.masks import BlockMask, count_bits
+from dist_sparse.masking.masks import BlockMask, count_bits, removed_parts
 from dist_sparse.records import MaskChange, StepRecord, TableStats
 from dist_sparse.sparsifiers.dense_store import Configs, DenseStore, as_matrix
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
@@ -160,8 +160,29 @@ class Recorder:
         }
         self._changes = ()
         for name, sums in packed.summed(counts).items():
-            same_blocks = packed.table(name).block == made[name].block
-            change = _change(located[name], made[name], configs[name], sums, same_blocks)
+            data, new = located[name], made[name]
+            values: Sequence[Any] = sums
+            removed, flipped, regrown, dead, lookups, removed_lookups = values
+            # None is unknown. Masks of different blocks can't be compared.
+            if packed.table(name).block != new.block:
+                flipped = regrown = None
+            if not data.has_whole_rows:
+                # No rank sees the rows of a table cut by columns.
+                dead = None
+            if not lookups:
+                lookups = removed_lookups = None
+            change = MaskChange(
+                name=name,
+                target=configured_level(configs[name]),
+                threshold=new.threshold.score,
+                blocks=data.grid(new.block).blocks,
+                removed_blocks=removed,
+                flipped_blocks=flipped,
+                regrown_blocks=regrown,
+                dead_rows=dead,
+                lookups=lookups,
+                removed_lookups=removed_lookups,
+            )
             self._changes += (change,)
 
 
@@ -181,38 +202,6 @@ def _counts(table: TableMasks, data: ShardedData, made: NewMasks) -> list[int]:
             regrown += count_bits(after.bits & ~before.bits)
     # Lookups were counted since the last update, under the old masks.
     return [removed, flipped, regrown, dead, *_lookups_here(table, data)]
-
-
-def _change(
-    data: ShardedData,
-    made: NewMasks,
-    config: Mapping[str, Any],
-    sums: Sequence[Any],
-    same_blocks: bool,
-) -> MaskChange:
-    """Return the record of one table, from the sums of :func:`_counts` over ranks. None is
-    unknown."""
-    removed, flipped, regrown, dead, lookups, removed_lookups = sums
-    if not same_blocks:
-        # Masks of different blocks can't be compared.
-        flipped = regrown = None
-    if not data.has_whole_rows:
-        # No rank sees the rows of a table cut by columns.
-        dead = None
-    if not lookups:
-        lookups = removed_lookups = None
-    return MaskChange(
-        name=data.name,
-        target=configured_level(config),
-        threshold=made.threshold.score,
-        blocks=data.grid(made.block).blocks,
-        removed_blocks=removed,
-        flipped_blocks=flipped,
-        regrown_blocks=regrown,
-        dead_rows=dead,
-        lookups=lookups,
-        removed_lookups=removed_lookups,
-    )
 
 
 def configured_level(config: Mapping[str, Any]) -> float | None:
@@ -295,11 +284,18 @@ class LastUpdate:
         states = masks.hooks.states()
         self._removed = {}
         for name, new in made.items():
+            self._removed[name] = []
             shards = zip(located[name].shards, masks.tables.masks(name), new.masks, strict=True)
-            self._removed[name] = [
-                _removed_of(_tensors_of(shard, states), old, mask)
-                for shard, old, (mask, _) in shards
-            ]
+            for shard, old, (mask, _) in shards:
+                # Masks of different blocks can't be compared: all that is removed counts as new.
+                newly = mask.bits if old.block != mask.block else mask.bits | ~old.bits
+                removed = BlockMask(mask.rect, mask.block, newly)
+                rows = mask.dead_rows() & ~old.dead_rows()
+                values = []
+                for tensor in _tensors_of(shard, states):
+                    parts = removed_parts(tensor, removed, rows)
+                    values.append([part[flags] for part, flags in parts])
+                self._removed[name].append(_Removed(removed, rows, values))
         self.before = masks.tables.snapshot()
 
     def forget_moved(self, located: Located) -> None:
@@ -318,7 +314,8 @@ class LastUpdate:
             for shard, one in zip(located[name].shards, removed, strict=True):
                 # strict=False: a state created since comes after the others, and stays as it is.
                 for tensor, kept in zip(_tensors_of(shard, states), one.values, strict=False):
-                    for (part, flags), values in zip(_parts(tensor, one), kept, strict=True):
+                    parts = removed_parts(tensor, one.mask, one.rows)
+                    for (part, flags), values in zip(parts, kept, strict=True):
                         part.masked_scatter_(flags, values)
         masks.hooks.end_step()
         self.forget()
@@ -331,29 +328,6 @@ class LastUpdate:
 def _tensors_of(shard: Shard, states: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
     """Return the weights of a shard and all of its optimizer state."""
     return [shard.tensor, *states.get(shard.tensor.data_ptr(), ())]
-
-
-def _removed_of(tensors: Sequence[Tensor], old: BlockMask, new: BlockMask) -> _Removed:
-    # Masks of different blocks can't be compared: all that is removed counts as new.
-    newly = new.bits if old.block != new.block else new.bits | ~old.bits
-    mask = BlockMask(new.rect, new.block, newly)
-    removed = _Removed(mask, new.dead_rows() & ~old.dead_rows(), [])
-    for tensor in tensors:
-        removed.values.append([part[flags] for part, flags in _parts(tensor, removed)])
-    return removed
-
-
-def _parts(tensor: Tensor, removed: _Removed) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts of a shard's weights or optimizer state, live, and flags of the elements that an
-    update removes."""
-    rect = removed.mask.rect
-    if tuple(tensor.shape) == (rect.rows, rect.cols):
-        for rows, kept in removed.mask.element_chunks(only_removing=True):
-            yield tensor.data[rows], ~kept
-    elif tensor.numel() == rect.rows:
-        # One number a row: it is in use as long as a part of the row is kept.
-        yield tensor.data.view(-1), removed.rows.to(tensor.device)
-    # Other state, such as a step count, belongs to no element.
 
 
 class _MasksHere(NamedTuple):
@@ -494,7 +468,16 @@ class Masks:
         # Over all groups, so that ranks without a part of the table raise too.
         with packed.agreeing("audit()"):
             if counts:
-                _report_revived(counts, enforced=enforced)
+                if enforced:
+                    raise ValueError(
+                        f"Masks and weights differ, although an enforcer is attached. {counts}."
+                        " torch does not count writes through .data; apply_masks() zeroes them."
+                    )
+                warnings.warn(
+                    f"Masks and weights differ. {counts}: no enforcer is attached, so what"
+                    " optimizers revive stays until apply_masks().",
+                    stacklevel=3,
+                )
         return self.fingerprints("audit()")
 
     def full_mask(self, name: str) -> Tensor:
@@ -538,20 +521,6 @@ def _count_dead_rows(held: _MasksHere) -> list[int]:
 
 def _hash(held: _MasksHere) -> list[int]:
     return [sum(map(mask_hash, held.owned))]
-
-
-def _report_revived(counts: str, *, enforced: bool) -> None:
-    """Raise for removed weights that an enforcer would not have left nonzero; warn of others."""
-    if enforced:
-        raise ValueError(
-            f"Masks and weights differ, although an enforcer is attached. {counts}. torch"
-            " does not count writes through .data; apply_masks() zeroes them."
-        )
-    warnings.warn(
-        f"Masks and weights differ. {counts}: no enforcer is attached, so what optimizers revive"
-        " stays until apply_masks().",
-        stacklevel=4,
-    )
 
 
 _HEAD = ("name", "shape", "dtype", "sharding", "shards", "block", "level", "mask bytes")

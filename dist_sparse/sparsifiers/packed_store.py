@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import to_json
+from dist_sparse.checks import fault_of, to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in, signed
 from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.masks import BlockMask, Held
@@ -27,6 +27,7 @@ from dist_sparse.tables.shards import (
     Rect,
     ShardedData,
     Source,
+    grid_of,
     owners,
     shared_memory,
 )
@@ -89,18 +90,22 @@ class TableMasks:
 
     def move_of_whole_blocks(self) -> pieces.Move:
         """Return the move that brings all holders' bits of the blocks that a shard touches."""
-        tiling = []
-        for rects in self.tiling:
-            tiling.append(
-                tuple(pieces.whole_blocks(rect, self.block, self.shape) for rect in rects)
-            )
-        return self.move(tuple(tiling))
+        return self.move(tuple(tuple(map(self._whole_blocks, rects)) for rects in self.tiling))
+
+    def _whole_blocks(self, rect: Rect) -> Rect:
+        """Return a rectangle with all of the blocks that it touches."""
+        height, width = self.block
+        grid = grid_of(rect, self.block)
+        top, left = grid.row * height, grid.col * width
+        # The last block of a table may be smaller.
+        rows = min(grid.rows * height, self.shape[0] - top)
+        return Rect(top, left, rows, min(grid.cols * width, self.shape[1] - left))
 
     def differs_at(self, arrived: Sequence[Held]) -> Rect | None:
         """Return a rectangle where another holder's bits differ from those here, if there is
         one."""
         for mask in self.masks:
-            here = pieces.whole_blocks(mask.rect, self.block, self.shape)
+            here = self._whole_blocks(mask.rect)
             for theirs in arrived:
                 rect = theirs.mask.rect
                 inside = rect.intersect(here) == rect
@@ -153,9 +158,10 @@ class TableMasks:
                 masks, counts, block, registered=self.block, counted=counted
             )
             shards = self._assembled(data, block, saved)
-        except ValueError as error:
+        # A state may have been edited by hand: entries may be missing, or of another type.
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"Table {data.name!r}: {error} Outside a DCP"
+                f"Table {data.name!r}: {fault_of(error).rstrip('.')}. Outside a DCP"
                 " checkpoint, a state_dict() has only its own rank's bits."
             ) from error
         removed = entry.get("removed")
@@ -393,18 +399,14 @@ class PackedStore:
         """Return the masks of this rank's shards, in their order."""
         return self._tables[name].masks
 
-    def samples(self, name: str) -> list[Tensor]:
-        """Return :attr:`Held.samples` of this rank's shards."""
-        return [held.samples for held in self._tables[name].shards]
-
     def replace(self, data: ShardedData, made: NewMasks) -> None:
         """Replace the masks of this rank's shards in a mask update, by masks of the rectangles that
         it holds in ``data``."""
         table = self._tables[data.name]
-        shards = [
-            held.with_mask(new.mask) for held, new in zip(table.shards, made.masks, strict=True)
-        ]
-        # If nothing changes, these are the same objects, and enforcers keep their state.
+        shards = []
+        for held, (mask, _) in zip(table.shards, made.masks, strict=True):
+            # If nothing changes, these are the same objects, and enforcers keep their state.
+            shards.append(held if mask is held.mask else Held(mask, held.counts))
         self.version += shards != table.shards
         table.shards, table.tiling = shards, data.tiling
         table.block, table.removed = made.block, made.removed

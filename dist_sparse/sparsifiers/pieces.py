@@ -163,15 +163,6 @@ def _up(number: int, step: int, most: int) -> int:
     return min(-(-number // step) * step, most)
 
 
-def whole_blocks(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
-    """Return a rectangle of a table with all of the blocks that it touches."""
-    grid = grid_of(rect, block)
-    top, left = grid.row * block[0], grid.col * block[1]
-    # The last block of a table may be smaller.
-    rows = min(grid.rows * block[0], shape[0] - top)
-    return Rect(top, left, rows, min(grid.cols * block[1], shape[1] - left))
-
-
 def begun(mask: BlockMask) -> BlockMask:
     """Return the part of a shard's mask with the blocks that begin in the shard, so that each block
     is counted once."""
@@ -283,9 +274,10 @@ def saved_pieces(
         counted: whether lookups are counted.
 
     Raises:
-        ValueError: they are malformed, or were changed since they were saved.
+        ValueError, LookupError, TypeError, AttributeError: they are malformed, or were changed
+            since they were saved.
     """
-    saved = _checked(masks, "the state has no mask of it.")
+    saved = _chunked(masks, "the state has no mask of it.")
     if saved.loaded is not None and block != registered:
         raise ValueError(
             f"its masks were saved by blocks {block}, not {registered}: register it with the"
@@ -295,59 +287,40 @@ def saved_pieces(
     for i, entry in enumerate(saved.kept):
         rect = Rect(*ints("rect", entry.get("rect"), 4, least=0))
         if saved.loaded is None:
-            mask = _kept_mask(rect, block, entry)
+            # The constructor refuses bits of another length.
+            mask = BlockMask(rect, block, entry["bits"])
+            if entry.get("hash") not in (None, f"{hash_tensor(mask.bits):016x}"):
+                raise ValueError(
+                    f"The bits of {rect} are not those that were saved: their hash differs."
+                )
         else:
             mask = BlockMask(rect, block, _bits_of(rect, block, saved.loaded[i]))
         pieces.append(Held(mask))
     return _with_counts(pieces, counts) if counted else pieces
 
 
-def _kept_mask(rect: Rect, block: Block, entry: Mapping[str, Any]) -> BlockMask:
-    """Return the mask of a piece that torch.save has kept, checked by its hash."""
-    bits = entry.get("bits")
-    if not isinstance(bits, Tensor):
-        raise ValueError(f"Invalid piece of masks {rect} in the state: it has no bits.")
-    # The constructor refuses bits of another length.
-    mask = BlockMask(rect, block, bits)
-    if entry.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
-        raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")
-    return mask
-
-
-def _checked(saved: object, missing: str) -> ChunkedTensor:
+def _chunked(saved: object, missing: str) -> ChunkedTensor:
     if not isinstance(saved, ChunkedTensor):
         raise ValueError(missing)
-    # A state may have been edited by hand, or damaged.
-    if isinstance(saved.kept, list) and all(isinstance(piece, dict) for piece in saved.kept):
-        return saved
-    raise ValueError(f"the state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
+    return saved
 
 
 def _with_counts(pieces: Sequence[Held], saved: object) -> list[Held]:
     """Return pieces with their lookup counts, which have the same order and may have any counted
     dtype."""
-    saved = _checked(saved, "the state has no counts of lookups; it is of another score.")
-    counts: Sequence[Any] | None = saved.loaded
+    saved = _chunked(saved, "the state has no counts of lookups; it is of another score.")
+    counts = saved.loaded
     if counts is None:
-        counts = [entry.get("counts") for entry in saved.kept]
-    if len(pieces) != len(counts):
-        raise ValueError(
-            f"the state has {len(pieces)} pieces of masks and {len(counts)} of counts."
-        )
+        counts = [entry["counts"] for entry in saved.kept]
     found = []
     for piece, count in zip(pieces, counts, strict=True):
         rect = piece.mask.rect
-        if not _valid_counts(count, rect.rows):
+        # Decayed counts are float64, others int32.
+        fits = count.dtype in (torch.int32, torch.float64) and count.shape == (rect.rows,)
+        if not fits or not ((count >= 0) & (count < torch.inf)).all():
             raise ValueError(f"the counts of {rect} must be {rect.rows} int32 or float64 >= 0.")
         found.append(Held(piece.mask, count))
     return found
-
-
-def _valid_counts(saved: Any, rows: int) -> bool:
-    # Decayed counts are float64, others int32.
-    if getattr(saved, "dtype", None) not in (torch.int32, torch.float64):
-        return False
-    return saved.shape == (rows,) and bool(((saved >= 0) & (saved < torch.inf)).all())
 
 
 def _place_of(grid: Grid) -> tuple[tuple[int, int], tuple[int, int]]:

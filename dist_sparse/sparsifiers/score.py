@@ -27,7 +27,7 @@ from dist_sparse.masking.block_masks import (
     new_masks,
     score_tables,
 )
-from dist_sparse.masking.kept_scores import Caching, RowMeasure, ScoreCache, Written
+from dist_sparse.masking.kept_scores import Caching, RowMeasure, ScoreCache
 from dist_sparse.masking.scores import Measure, worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import Configs
@@ -152,7 +152,13 @@ class ScoreSparsifier(BaseDataSparsifier):
             raise NotImplementedError(
                 f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored."
             )
-        matrix = _as_scored_matrix(name, data.detach())
+        # 2-D data as it is, other data without singleton dimensions; one dimension is a row.
+        matrix = data.detach() if data.dim() == 2 else data.detach().squeeze()
+        if matrix.dim() > 2:
+            raise ValueError(
+                f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment."
+            )
+        matrix = matrix.reshape(matrix_shape(matrix.shape))
         table = whole(name, matrix, sharding="plain")
         [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group())
         # Data without elements has no shard, and so no new mask. Its mask gets the same dtype.
@@ -182,52 +188,38 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Return the goals of a mask update, with kept scores where they can be used."""
         if integer("full_every", self.full_every, least=1) == 1:
             return dict(goals)
-        # Starts empty: what _caching() does not take over is forgotten. Without an enforcer, that
-        # is everything.
+        # Starts empty: what is not taken over below is forgotten. Without an enforcer, that is
+        # everything.
         before = self._caches
         self._caches = {}
+        # Written rows by the address of the weights, for shards whose every write is tracked.
         written = self.masks.hooks.written()
         kept = dict(goals)
         for name, goal in goals.items():
             # A mask by element reads the weights of every row anyway. Replicas must score alike,
             # whatever their ranks have kept.
-            if not (goal.by_element or goal.data.replicated):
-                kept[name] = replace(goal, caches=self._caching(name, goal, written, before))
+            if goal.by_element or goal.data.replicated:
+                continue
+            caches: dict[Rect, Caching] = {}
+            masks = {mask.rect: mask for mask in self.masks.tables.masks(name)}
+            for shard in goal.data.shards:
+                rect = shard.rect
+                tracked = written.get(shard.tensor.data_ptr())
+                if tracked is None or not worth_keeping(rect, goal.block):
+                    continue
+                scoring = self.row_measure(name, shard)
+                if scoring is None:
+                    continue
+                scores = before.get((name, rect), ScoreCache(tracked))
+                if scores.written is not tracked:
+                    # Rows written before this tracking began are unknown: the kept scores are void.
+                    scores = ScoreCache(tracked)
+                self._caches[name, rect] = scores
+                caches[rect] = Caching(
+                    scores, *scoring, goal.data.shape, goal.block, masks, self.full_every
+                )
+            kept[name] = replace(goal, caches=caches)
         return kept
-
-    def _caching(
-        self,
-        name: str,
-        goal: Goal,
-        written: Mapping[int, Written],
-        before: Mapping[tuple[str, Rect], ScoreCache],
-    ) -> dict[Rect, Caching]:
-        """Return the kept scores of a table, by shard.
-
-        Args:
-            written: written rows by the address of the weights, for shards whose every write is
-                tracked.
-            before: the scores kept so far.
-        """
-        caching: dict[Rect, Caching] = {}
-        masks = {mask.rect: mask for mask in self.masks.tables.masks(name)}
-        for shard in goal.data.shards:
-            rect = shard.rect
-            tracked = written.get(shard.tensor.data_ptr())
-            if tracked is None or not worth_keeping(rect, goal.block):
-                continue
-            scoring = self.row_measure(name, shard)
-            if scoring is None:
-                continue
-            scores = before.get((name, rect), ScoreCache(tracked))
-            if scores.written is not tracked:
-                # Rows written before this tracking began are unknown: the kept scores are void.
-                scores = ScoreCache(tracked)
-            self._caches[name, rect] = scores
-            caching[rect] = Caching(
-                scores, *scoring, goal.data.shape, goal.block, masks, self.full_every
-            )
-        return caching
 
     def row_measure(self, name: str, shard: Shard) -> RowScoring | None:
         """Return how any selection of a shard's rows is scored, and the version of these scores.
@@ -334,8 +326,22 @@ class ScoreSparsifier(BaseDataSparsifier):
             # Nothing is removed from a selected block.
             level = 0.0
         blocks = data.grid(block).blocks
-        most = self._most_removed(data, block, blocks, level)
         k = round(level * blocks)
+        measure = self.element_measure(data.name, config)
+        if data.name in chain(*getattr(self.masks.rotation, "groups", ())):
+            # A rotation sorts the columns by norm, the last ones hold the least.
+            measure = partial(_places, data.shape[1])
+        floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)
+        # A floor of 0.07 keeps 7 of 100 blocks, although 0.07 * 100 is 7.000000000000001.
+        most = blocks - math.ceil(floor * blocks - 1e-9)
+        if choice("scope", self.scope, SCOPES) == "global":
+            _check_pooled(data, block)
+            # Below level 1, at least one block stays, however small its scores.
+            if level < 1:
+                most = min(most, blocks - 1)
+            # A table at level 0 stays dense.
+            if level == 0:
+                most = 0
         return Goal(
             data=data,
             block=block,
@@ -343,7 +349,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             k=k if self.scope == "global" else min(k, most),
             max_blocks=most,
             zeros_per_block=max(zeros, 1),
-            measure=self._measure_of(data, config),
+            measure=measure,
             whole_columns=whole_columns,
             only_zeros=only_zeros,
         )
@@ -358,26 +364,6 @@ class ScoreSparsifier(BaseDataSparsifier):
             f"Table {data.name!r}: the level 'untouched' needs an ImportanceSparsifier with"
             " score='accumulator' or 'frequency'."
         )
-
-    def _most_removed(self, data: ShardedData, block: Block, blocks: int, level: float) -> int:
-        """Return how many of a table's blocks may be removed at most, whatever they score."""
-        floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)
-        # A floor of 0.07 keeps 7 of 100 blocks, although 0.07 * 100 is 7.000000000000001.
-        most = blocks - math.ceil(floor * blocks - 1e-9)
-        if choice("scope", self.scope, SCOPES) == "table":
-            return most
-        _check_pooled(data, block)
-        # A table at level 0 stays dense. Below level 1, at least one block stays, however small its
-        # scores.
-        if level == 0:
-            return 0
-        return most if level == 1 else min(most, blocks - 1)
-
-    def _measure_of(self, data: ShardedData, config: Mapping[str, Any]) -> Measure:
-        if data.name in chain(*getattr(self.masks.rotation, "groups", ())):
-            # A rotation sorts the columns by norm, the last ones hold the least.
-            return partial(_places, data.shape[1])
-        return self.element_measure(data.name, config)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
         """Return how the elements of a table are scored: by :attr:`measure`, or by
@@ -520,18 +506,3 @@ def _area_of(block: Any) -> int | None:
     is no block (refused when resolved)."""
     is_known = isinstance(block, Sequence) and [*map(type, block)] == [int, int]
     return math.prod(block) if is_known else None
-
-
-def _as_scored_matrix(name: str, data: Tensor) -> Tensor:
-    """Return ``data`` as a matrix: 2-D as it is, otherwise without its singleton dimensions, one
-    real dimension as a row.
-
-    Raises:
-        ValueError: more than two real dimensions.
-    """
-    matrix = data if data.dim() == 2 else data.squeeze()
-    if matrix.dim() > 2:
-        raise ValueError(
-            f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment."
-        )
-    return matrix.reshape(matrix_shape(matrix.shape))

@@ -344,10 +344,17 @@ class _Walk:
         collection = _collection(module)
         if collection is not None:
             self._skip_below(module)
-            if collection.is_sharded:
-                yield from self._sharded_tables(collection, at)
-            else:
-                yield from self._unsharded_tables(collection, at)
+            embeddings = collection.embeddings()
+            for table in collection.tables:
+                if collection.is_sharded:
+                    fqn = collection.fqn(at.path, table.name)
+                    locate = partial(_sharded_table, at.module, table.name, fqn)
+                    yield _Entry(table.name, at.path, fqn, at, locate)
+                else:
+                    # A place for each table: DDP may ignore some tables of a collection.
+                    name = f"{collection.attribute}.{table.name}"
+                    place = at.child(name, embeddings[table.name])
+                    yield from self._table(place, table.name, at.path, table.features)
             return
         if self._add_table_weight(module):
             yield from self._table(at, label or "weight", "")
@@ -382,19 +389,6 @@ class _Walk:
             )
         port = torchrec_port()
         return port.refusal(module) if port else None
-
-    def _sharded_tables(self, collection: TableCollection, at: _Visit) -> Iterator[_Entry]:
-        for table in collection.tables:
-            fqn = collection.fqn(at.path, table.name)
-            locate = partial(_sharded_table, at.module, table.name, fqn)
-            yield _Entry(table.name, at.path, fqn, at, locate)
-
-    def _unsharded_tables(self, collection: TableCollection, at: _Visit) -> Iterator[_Entry]:
-        # A place for each table: DDP may ignore some tables of a collection.
-        embeddings = collection.embeddings()
-        for table in collection.tables:
-            place = at.child(f"{collection.attribute}.{table.name}", embeddings[table.name])
-            yield from self._table(place, table.name, at.path, table.features)
 
     def _table(
         self, at: _Visit, name: str, path: str, features: tuple[str, ...] = ()
@@ -473,7 +467,7 @@ def _by_unique_name(walked: list[_Entry]) -> _ByName:
     for entry in walked:
         name = entry.name
         if times[name] > 1:
-            name = _join(entry.path, name, "/").replace(".", "/")
+            name = _join(entry.path, name).replace(".", "/")
         if name in by_name:
             fqns = f"{by_name[name].fqn}, {entry.fqn}"
             raise ValueError(f"Two tables would be called {name!r}: {fqns}. Rename one of them.")
@@ -511,8 +505,8 @@ def _list_names(named: _ByName) -> str:
     return ", ".join(names) or "(there are none)"
 
 
-def _join(path: str, name: str, separator: str = ".") -> str:
-    return f"{path}{separator}{name}" if path else name
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 # ShardedTensors and DTensors: both know the rectangles of all ranks.

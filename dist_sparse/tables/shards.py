@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import integer
+from dist_sparse.checks import integer, refuse
 
 # TorchRec's compute kernel for tables in unified memory whose rows are cached on the device.
 CACHED = "fused_uvm_caching"
@@ -108,6 +108,11 @@ class ShardedData:
     fqn: str | None = None
     features: tuple[str, ...] = ()
     copied: bool = False
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The global ranks that hold the tensor, in group order."""
+        return self.ranks or (0,)
 
     @property
     def replicated(self) -> bool:
@@ -275,19 +280,16 @@ def check_writable(data: ShardedData) -> None:
         ValueError: a shard is a negated view, an inference tensor, or repeats memory; names the
             table.
     """
-    for shard in data.shards:
-        check_memory(data.name, shard.tensor)
-        kinds = {
-            "negated view": shard.tensor.is_neg(),
-            # Torch refuses in-place writes to it outside inference mode.
-            "tensor made in inference mode": shard.tensor.is_inference(),
-        }
-        for kind, holds in kinds.items():
-            if holds:
-                raise ValueError(
-                    f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in"
-                    " place."
-                )
+    start, end = f"Table {data.name!r}: its weights are a", "which can't be zeroed in place."
+    for _, weights in data.shards:
+        check_memory(data.name, weights)
+        refuse(
+            {
+                f"{start} negated view, {end}": weights.is_neg(),
+                # Torch refuses in-place writes to it outside inference mode.
+                f"{start} tensor made in inference mode, {end}": weights.is_inference(),
+            }
+        )
 
 
 def check_cached(data: ShardedData, block: Block) -> Block:

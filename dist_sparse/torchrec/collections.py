@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, MutableSet, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any, Final, Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import fbgemm_gpu

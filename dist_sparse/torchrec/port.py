@@ -18,7 +18,7 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import refuse
-from dist_sparse.tables.protocols import Collection, Replacement
+from dist_sparse.tables.protocols import Replacement
 from dist_sparse.tables.shards import steps_in_backward
 from dist_sparse.torchrec.collections import (
     CombinedOptimizer,
@@ -39,7 +39,6 @@ from dist_sparse.torchrec.collections import (
     ShardingPlan,
     UnshardedTables,
     collection,
-    configs_of,
     get_module,
     is_sharded,
     lookups,

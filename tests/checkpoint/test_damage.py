@@ -217,7 +217,7 @@ def crafted(kind: str, folder: Path, made: Path) -> None:
             "hole",
             r"'model.0.weight' has holes: its saved pieces do not cover the shape \(50, 8\) once",
         ),
-        ("nothing", r"\.metadata is refused: it holds list, not DCP's metadata"),
+        ("nothing", r"\.metadata is refused: an entry is missing or of another type"),
     ],
 )
 def test_nothing_that_was_crafted_runs(kind: str, why: str, job: Job, tmp_path: Path) -> None:
