@@ -140,7 +140,7 @@ def compact(
                 # Not at the top: this module imports TorchRec.
                 from dist_sparse.compaction.following import follow_kept_rows
 
-                change.new = follow_kept_rows(change.new, _lookups_of(change.site, masks.tables))
+                change.new = follow_kept_rows(change.new, _lookups_of(change.names, masks.tables))
 
     def finish(root: nn.Module) -> None:
         # The hooks that rotate outputs back move to the narrower tables.
@@ -169,15 +169,17 @@ def _refuse_to_follow(changes: Iterable[Change], default_row: bool) -> None:
         names |= losing
 
 
-def _lookups_of(site: Site, store: PackedStore) -> list[tuple[str, int, Tensor]]:
+def _lookups_of(names: Mapping[str, str], store: PackedStore) -> list[tuple[str, int, Tensor]]:
     """Return the lookups that ``score="frequency"`` has counted on this rank, of a module's tables:
-    the name of the table in the module, the first id of a shard, and the lookups of its rows."""
-    names = {fqn: own for own, fqn in site.tables.items()}
+    the name of the table in the module, the first id of a shard, and the lookups of its rows.
+
+    Args:
+        names: the registered names of the tables, by their names in the module.
+    """
     found = []
-    for name, data in store.locate().items():
-        if data.fqn in names:
-            for held in store.table(name).leftmost:
-                found.append((names[data.fqn], held.mask.rect.row, held.counts))
+    for own, name in names.items():
+        for held in store.table(name).leftmost:
+            found.append((own, held.mask.rect.row, held.counts))
     return found
 
 
@@ -234,7 +236,7 @@ def _plan_changes(
         rows = site.used_rows()
         for own, name in names.items():
             rows[own] &= kept[name]
-        changes.append(Change(site, rows, widths=_site_widths(site, names, widths)))
+        changes.append(Change(site, rows, names, widths=_site_widths(site, names, widths)))
         missing.difference_update(names.values())
     rule = f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
     refuse({rule: missing})
@@ -376,4 +378,4 @@ def _expansion(site: Site, draws: bool) -> Change:
     indexes = site.indexes()
     placed = {table: index.kept().cpu() for table, index in indexes.items()}
     bounds = {table: site.initial_bounds(table) for table in indexes} if draws else {}
-    return Change(site, site.used_rows(), placed, bounds=bounds)
+    return Change(site, site.used_rows(), placed=placed, bounds=bounds)

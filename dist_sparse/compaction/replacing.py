@@ -348,6 +348,7 @@ class Change:
     Args:
         site: the module.
         kept: which stored rows move, in their order.
+        names: the names under which a sparsifier has registered the tables.
         placed: which rows of the new tables receive them; the first rows for a table that is
             missing here. Other rows start at 0, with fresh optimizer state.
         widths: remaining columns of tables that lose some.
@@ -358,6 +359,7 @@ class Change:
 
     site: Site
     kept: Kept
+    names: Mapping[str, str] = field(default_factory=dict)
     placed: Kept = field(default_factory=dict)
     widths: Mapping[str, int] = field(default_factory=dict)
     bounds: Mapping[str, tuple[float, float] | None] = field(default_factory=dict)

@@ -263,11 +263,11 @@ class FollowingTables:
             # This raises now for tables that write() could not initialize later.
             for table in self._tables:
                 stored = table.stored(self._steppers)
-                is_plain = {table.name} - stored.hyperparameters.keys()
-                rule = f"Table {table.name!r}: no fused optimizer steps it; pass optimizer=."
-                checks.refuse(
-                    {rule: all([is_plain, stored.weights(table.name), optimizer is None])}
-                )
+                has_optimizer = optimizer is not None or table.name in stored.hyperparameters
+                if stored.weights(table.name) and not has_optimizer:
+                    raise ValueError(
+                        f"Table {table.name!r}: no fused optimizer steps it; pass optimizer=."
+                    )
             facts.update(
                 every=every,
                 admit_after=admit_after,
