@@ -122,7 +122,7 @@ MUTATIONS = [
     M("report/run_log.py", "gathered[rank, :, :size]", "gathered[rank]", "tests/dist/test_run_log.py -k quality"),
     # -- compaction and slots
     # ---------------------------------------------------------------------------------------------
-    M("compaction/compact.py", "store.table(name).leftmost", "store.table(name).owned", "tests/slots/test_compact.py -k carried"),
+    M("compaction/compact.py", "store.table(change.names[own]).leftmost", "store.table(change.names[own]).owned", "tests/slots/test_compact.py -k carried"),
     M("compaction/replacing.py", "            put(places, {})\n            raise\n", "            raise\n", "tests/compaction/test_compact_agreed.py"),
     M("compaction/replacing.py", "                drawn[change.site.padding_id] = False\n", "                pass\n", "tests/compaction/test_expand.py tests/compaction/test_initial.py"),
     M("compaction/moving.py", "made[key], there), source.initial(name, key)", "made[key], there), 0.0", "tests/compaction/test_expand.py"),

@@ -21,6 +21,7 @@ from dist_sparse.compaction.replacing import Change, Planner, Site, rebuild_of, 
 from dist_sparse.enforcer.dense import Optimizers
 from dist_sparse.enforcer.enforcer import MaskEnforcer, refuse_masked
 from dist_sparse.groups import world_group
+from dist_sparse.masking.masks import Held
 from dist_sparse.records import TableStats
 from dist_sparse.rotation.rotate import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -74,8 +75,8 @@ def compact(
             on validation data: it helps with ids seen in training, and can harm with new ones.
         follow: rows of collections become slots, held by the kept ids, which
             :class:`~dist_sparse.FollowingTables` gives to the most looked-up ids from then on. It
-            continues from the lookups that ``score="frequency"`` has counted; with other scores it
-            counts from 0.
+            continues from the lookups that ``score="frequency"`` has counted. With other scores,
+            and of tables that were compact before, it counts from 0.
 
     Raises:
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a
@@ -140,7 +141,7 @@ def compact(
                 # Not at the top: this module imports TorchRec.
                 from dist_sparse.compaction.following import follow_kept_rows
 
-                change.new = follow_kept_rows(change.new, _lookups_of(change.names, masks.tables))
+                change.new = follow_kept_rows(change.new, _counted_shards(change, masks.tables))
 
     def finish(root: nn.Module) -> None:
         # The hooks that rotate outputs back move to the narrower tables.
@@ -169,18 +170,12 @@ def _refuse_to_follow(changes: Iterable[Change], default_row: bool) -> None:
         names |= losing
 
 
-def _lookups_of(names: Mapping[str, str], store: PackedStore) -> list[tuple[str, int, Tensor]]:
-    """Return the lookups that ``score="frequency"`` has counted on this rank, of a module's tables:
-    the name of the table in the module, the first id of a shard, and the lookups of its rows.
+def _counted_shards(change: Change, store: PackedStore) -> dict[str, list[Held]]:
+    """Return the shards whose lookups count on this rank, by the table's name in the module.
 
-    Args:
-        names: the registered names of the tables, by their names in the module.
-    """
-    found = []
-    for own, name in names.items():
-        for held in store.table(name).leftmost:
-            found.append((own, held.mask.rect.row, held.counts))
-    return found
+    Tables that were compact before are left out: their rows are not ids."""
+    whole = change.names.keys() - change.site.indexes().keys()
+    return {own: store.table(change.names[own]).leftmost for own in whole}
 
 
 def _widths(

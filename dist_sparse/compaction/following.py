@@ -24,6 +24,7 @@ from dist_sparse.compaction.collections import (
     initial_bounds,
 )
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex
+from dist_sparse.masking.masks import Held
 from dist_sparse.tables.modules import check_module, collection_of
 from dist_sparse.tables.protocols import Collection
 from dist_sparse.torchrec.collections import KeyedJaggedTensor, collection, configs_of
@@ -504,13 +505,13 @@ def _build(configs: list[Any], indexes: Mapping[str, Any], found: Collection) ->
     return kind(configs, indexes, found.weighted, torch.device("meta"))
 
 
-def follow_kept_rows(compact: Any, lookups: Sequence[tuple[str, int, Tensor]]) -> Any:
+def follow_kept_rows(compact: Any, counted: Mapping[str, Sequence[Held]]) -> Any:
     """Return a following collection that takes over ``inner``, the kept rows of a compact one.
 
     Rows that pad a shard are no slots: their number depends on the sharding.
 
     Args:
-        lookups: counted so far on this rank: arguments of :meth:`FollowingIds.carry_over`.
+        counted: shards whose lookups this rank has counted, by table; their rows are ids.
     """
     indexes = {}
     for name, index in compact.table_indexes().items():
@@ -521,7 +522,7 @@ def follow_kept_rows(compact: Any, lookups: Sequence[tuple[str, int, Tensor]]) -
         indexes[name] = SlotIndex(index.rows, max(1, index.stored), ids).to(ids.device)
     new = _build(configs_of(compact), indexes, collection_of(compact.inner))
     new.inner = compact.inner
-    for table, first, counts in lookups:
-        if table in indexes:
-            new.following_ids.carry_over(table, first, counts)
+    for table in indexes.keys() & counted.keys():
+        for held in counted[table]:
+            new.following_ids.carry_over(table, held.mask.rect.row, held.counts)
     return new.train(compact.training)

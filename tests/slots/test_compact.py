@@ -100,6 +100,23 @@ def test_lookups_are_carried_over(world: int, name: str, decay: float) -> None:
 
 
 @on_ranks(1)
+def test_lookups_of_rows_that_are_no_ids_are_left_out() -> None:
+    """A compact table that is compacted again has counts of its rows."""
+    model, optimizer, features = _sharded("item")
+    for follow in (False, True):
+        sparse = sparsify(
+            model, optimizer, level=0.5, begin=1, end=1, score="frequency", block="row"
+        )
+        for _ in range(2):
+            model(features).values().sum().backward()
+            sparse.step()
+        model = compact(model, sparse, follow=follow)
+        optimizer = model.fused_optimizer
+    slots = FollowingTables(model, every=1)
+    assert not slots._tables[0].counts.counts.any()
+
+
+@on_ranks(1)
 def test_a_protected_table_keeps_a_row_for_each_id() -> None:
     """What protect= and floor= left to the tables are their rows from then on."""
     model, optimizer, features = _sharded("user", "item")
