@@ -61,6 +61,11 @@ def test_kept_rows_become_slots(world: int, name: str) -> None:
         assert int(before[key].sum()) == index.stored == int(after[key].sum())
 
 
+def counts_here(slots: FollowingTables, table: str) -> torch.Tensor:
+    """The counts of the ids that this rank owns. Collective."""
+    return torch.cat([counts for _, counts in slots.state_dict()["counts"][table].writes])
+
+
 @on_ranks()
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 @pytest.mark.parametrize(
@@ -87,13 +92,13 @@ def test_lookups_are_carried_over(world: int, name: str, decay: float) -> None:
     assert any(bool((lookups > 1).any()) for lookups in expected.values())
     model = compact(model, sparse, follow=True)
     slots = FollowingTables(model, (), every=1)
-    followed = [each for each in slots._tables if each.name in expected]
-    assert followed
-    for each in followed:
+    [collection] = [each for each in model.modules() if isinstance(each, FollowingCollection)]
+    assert slots.moved.keys() <= expected.keys()
+    for table in slots.moved:
         parts: Any = [None] * world
-        dist.all_gather_object(parts, each.counts.counts)
-        assert torch.equal(torch.cat(parts), expected[each.name])
-        assert not each.lookup_stats.any()
+        dist.all_gather_object(parts, counts_here(slots, table))
+        assert torch.equal(torch.cat(parts), expected[table])
+        assert not collection.following_ids.lookup_stats[table].any()
     # No traffic since: the most looked-up ids hold the slots already.
     slots.step()
     assert not any(slots.moved.values())
@@ -113,7 +118,7 @@ def test_lookups_of_rows_that_are_no_ids_are_left_out() -> None:
         model = compact(model, sparse, follow=follow)
         optimizer = model.fused_optimizer
     slots = FollowingTables(model, every=1)
-    assert not slots._tables[0].counts.counts.any()
+    assert not counts_here(slots, "item").any()
 
 
 @on_ranks(1)
@@ -259,9 +264,11 @@ def test_a_rank_that_cannot_count_lookups(monkeypatch: pytest.MonkeyPatch) -> No
             slots[0].step()
     slots[0].step()
     slots[1].step()
-    for mine, same in zip(slots[0]._tables, slots[1]._tables, strict=True):
-        assert torch.equal(mine.counts.counts, same.counts.counts)
-        assert torch.equal(mine.index.id_of_slot, same.index.id_of_slot)
+    for table in slots[0].moved:
+        assert torch.equal(counts_here(slots[0], table), counts_here(slots[1], table))
+    mine, same = run.model.state_dict(), other.model.state_dict()
+    keys = [key for key in mine if key.endswith("id_of_slot")]
+    assert keys and all(torch.equal(mine[key], same[key]) for key in keys)
 
 
 @on_ranks(1)
