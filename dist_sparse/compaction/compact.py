@@ -75,8 +75,8 @@ def compact(
             on validation data: it helps with ids seen in training, and can harm with new ones.
         follow: rows of collections become slots, held by the kept ids, which
             :class:`~dist_sparse.FollowingTables` gives to the most looked-up ids from then on. It
-            continues from the lookups that ``score="frequency"`` has counted. With other scores,
-            and of tables that were compact before, it counts from 0.
+            continues from the lookups that the sparsifier has counted (``score="frequency"``).
+            Without them, and of tables that were compact before, it counts from 0.
 
     Raises:
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a

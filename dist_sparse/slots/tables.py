@@ -366,13 +366,15 @@ class FollowingTables:
         """Send the recorded lookups to the ranks that own the ids. Collective."""
         # Each owner gets the ids and times of the first table, then of the second, and so on.
         outgoing: list[list[Tensor]] = [[] for _ in range(self._group.size)]
-        for table in self._tables:
-            ids, times = table.ids.take_counts(table.name)
-            # Ids ascend, so the ids of one owner are one slice.
-            cuts = torch.searchsorted(ids, torch.tensor(table.starts[1:-1], dtype=ids.dtype))
-            parts = zip(ids.long().tensor_split(cuts), times.tensor_split(cuts), strict=True)
-            for to_owner, ids_and_times in zip(outgoing, parts, strict=True):
-                to_owner += ids_and_times
+        # Without the agreement, a rank that runs out of memory here leaves the others waiting.
+        with self._group.agreeing("counting lookups"):
+            for table in self._tables:
+                ids, times = table.ids.take_counts(table.name)
+                # Ids ascend, so the ids of one owner are one slice.
+                cuts = torch.searchsorted(ids, torch.tensor(table.starts[1:-1], dtype=ids.dtype))
+                parts = zip(ids.long().tensor_split(cuts), times.tensor_split(cuts), strict=True)
+                for to_owner, ids_and_times in zip(outgoing, parts, strict=True):
+                    to_owner += ids_and_times
         arrived = exchange(outgoing, self._group)
         for number, table in enumerate(self._tables):
             pairs = [(parts[2 * number], parts[2 * number + 1]) for parts in arrived]

@@ -380,8 +380,8 @@ class SparseTraining:
             and "untouched" in self._level_text()
         ):
             warn_on_first_rank(
-                f'level="untouched" removed no row at step {self.scheduler.last_epoch}: training'
-                " has touched every row.",
+                'level="untouched" has removed no row: training has touched every row, or its'
+                " lookups have no record (optimizer state that was loaded without them, or reset).",
                 stacklevel=3,
             )
         self.scheduler.step()
@@ -453,7 +453,7 @@ def sparsify(
             up, and no others, which is lossless on training data: by Adagrad's sums, or by counts
             with ``score="frequency"``; once at ``end``, or as ``schedule="constant"`` says. A row
             that is looked up later comes back at the next mask update, at 0. A warning says so if
-            training has touched every row, so that nothing is removed. ``"auto"`` raises the level
+            it removes nothing. ``"auto"`` raises the level
             step by step until :meth:`SparseTraining.guard` undoes a step; no mask update happens
             before its first call.
         budget: instead of ``level``, the most that the tables may take at the end: bytes, or a
