@@ -30,8 +30,8 @@ CASES: list[dict[str, Any]] = [
     {**STREAM, "share": 0.5, "budgets": [0.05], "seed": seed} for seed in range(3)
 ]
 CASES += [
-    {**MEMORY, "method": method, "ranks": 1, "every": 50, "batch": 2048, "bag": 10}
-    for method in ("compact", "following")
+    {**MEMORY, "method": method, "ranks": ranks, "every": 50, "batch": 2048, "bag": 10}
+    for method, ranks in (("compact", 1), ("following", 1), ("following", 2), ("following", 4))
 ]
 
 
@@ -43,8 +43,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--movielens", type=Path, help="folder with ml-100k.inter")
+    parser.add_argument("--only", choices=("stream", "memory"), help="half of the cases")
     options = parser.parse_args()
     cases, name, found = CASES, "following", []
+    if options.only:
+        cases = [case for case in CASES if case["what"] == options.only]
+        name = f"following-{options.only}"
     if options.movielens:
         shared = {**MOVIELENS, "folder": str(options.movielens), "budgets": [0.1, 0.25]}
         cases, name = [{**shared, "seed": seed} for seed in range(3)], "following-movielens"
@@ -59,11 +63,13 @@ def main() -> int:
 
 def report(found: list[dict[str, Any]]) -> str:
     """The figures as markdown tables with what they mean."""
-    streams = [each for each in found if each["what"] == "stream"]
-    if not streams:
-        return _qualities(found, _MOVIELENS)
-    memory = [each for each in found if each["what"] == "memory"]
-    return f"{_qualities(streams, _STREAM)}\n\n{_memory(memory)}"
+    tables = {
+        "stream": lambda cases: _qualities(cases, _STREAM),
+        "movielens": lambda cases: _qualities(cases, _MOVIELENS),
+        "memory": _memory,
+    }
+    by_kind = {what: [each for each in found if each["what"] == what] for what in tables}
+    return "\n\n".join(tables[what](cases) for what, cases in by_kind.items() if cases)
 
 
 _STREAM = (

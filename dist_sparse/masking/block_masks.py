@@ -436,21 +436,26 @@ def find_cuts(goal: Goal) -> CutTable | None:
         # scores; as cut columns, however the table is cut, one partial sum of each block.
         rows, cols = (), tuple(range(goal.grid.cols))
     if goal.by_element and cols:
-        borders = sorted({rect.col for rect in data.rects} - {0})
-        common = math.gcd(*borders)
-        # At most 64: nobody rescores a longer list.
-        fits = [width for width in range(1, min(block[1], 64)) if common % width == 0]
-        raise ValueError(
-            f"Table {data.name!r}: zeros_per_block={goal.zeros_per_block} is smaller than the"
-            f" block {block}, so a column border may not cut blocks, but borders are at columns"
-            f" {borders}; block widths that fit: {fits}."
-        )
+        raise ValueError(_cut_by_columns(goal))
     return CutTable(data, block, rows, cols, goal.by_element) if rows or cols else None
 
 
 def _cut_indices(borders: Iterable[int], size: int) -> tuple[int, ...]:
     """Return the indices of the blocks of a size that borders cut, ascending."""
     return tuple(sorted({border // size for border in borders if border % size}))
+
+
+def _cut_by_columns(goal: Goal) -> str:
+    """Return the message for blocks that a column border cuts: the borders, and what fits."""
+    borders = sorted({rect.col for rect in goal.data.rects} - {0})
+    common = math.gcd(*borders)
+    # At most 64: nobody rescores a longer list.
+    fits = [width for width in range(1, min(goal.block[1], 64)) if common % width == 0]
+    return (
+        f"Table {goal.data.name!r}: zeros_per_block={goal.zeros_per_block} is smaller than the"
+        f" block {goal.block}, so a column border may not cut blocks, but borders are at columns"
+        f" {borders}; block widths that fit: {fits}."
+    )
 
 
 def _score_blocks(

@@ -557,19 +557,7 @@ def load_served(
     artifact: Opened[Manifest] = open_artifact(folders[0])
     collections = {}
     for collection in artifact.manifest.collections:
-        tables = {}
-        for name in collection.tables:
-            table = MappedTable(artifact, name)
-            entry = table.entry
-            if collection.kind in ("sequence", "embedding"):
-                # The manifest may have the pooling of another collection with the same table.
-                entry = replace(entry, pooling="none")
-            # Deltas may add rows: leave capacity for a sixteenth more, but not for more than all
-            # ids.
-            spare = min(entry.stored // 16, entry.rows - entry.kept)
-            # Clone them: a view would keep the file mapped. The lookup copies the rows.
-            whole = {key: part.clone() for key, part in table.whole.items()}
-            tables[name] = StoredTable(entry, table.base_rows, whole, table.index, spare)
+        tables = _load_tables(artifact, collection)
         lookup = _LOOKUP_CLASSES[collection.kind](tables, collection, fbgemm, unknown)
         collections[collection.path] = Served(artifact.manifest, collection, lookup)
     for delta in folders[1:]:
@@ -579,6 +567,23 @@ def load_served(
         return collections
     [only] = collections.values()
     return only
+
+
+def _load_tables(artifact: Opened[Manifest], collection: Collection) -> dict[str, StoredTable]:
+    """Return the tables of a collection, by name."""
+    tables = {}
+    for name in collection.tables:
+        table = MappedTable(artifact, name)
+        entry = table.entry
+        if collection.kind in ("sequence", "embedding"):
+            # The manifest may have the pooling of another collection with the same table.
+            entry = replace(entry, pooling="none")
+        # Deltas may add rows: leave capacity for a sixteenth more, but not for more than all ids.
+        spare = min(entry.stored // 16, entry.rows - entry.kept)
+        # Clone them: a view would keep the file mapped. The lookup copies the rows.
+        whole = {key: part.clone() for key, part in table.whole.items()}
+        tables[name] = StoredTable(entry, table.base_rows, whole, table.index, spare)
+    return tables
 
 
 _LOOKUP_CLASSES: dict[str, type[ServedLookup]] = {
