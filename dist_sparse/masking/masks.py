@@ -84,20 +84,20 @@ class BitWriter:
     def __init__(self, count: int, device: torch.device) -> None:
         self._bits = torch.empty(-(-count // 8), dtype=torch.uint8, device=device)
         self._at = 0
-        self._rest = torch.empty(0, dtype=torch.bool, device=device)
+        self._rest: Tensor | None = None
 
     def add(self, flags: Tensor) -> None:
         """Append flags, bool ``(n,)``."""
-        # torch.cat() would copy the flags without a rest too.
-        flags = torch.cat([self._rest, flags]) if self._rest.numel() else flags
+        flags = flags if self._rest is None else torch.cat([self._rest, flags])
         whole = flags.numel() // 8 * 8
         self._write(flags[:whole])
         # A copy: the caller may overwrite its flags.
-        self._rest = flags[whole:].clone()
+        self._rest = flags[whole:].clone() if whole < flags.numel() else None
 
     def close(self) -> Tensor:
         """Return the bytes, once all flags have been added."""
-        self._write(self._rest)
+        if self._rest is not None:
+            self._write(self._rest)
         assert self._at == self._bits.numel()
         return self._bits
 
