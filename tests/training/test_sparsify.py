@@ -147,8 +147,8 @@ class TestSparsify:
                 optimizer.step()
                 sparse.step()
         texts = [str(each.message) for each in warned]
-        says = 'level="untouched" has removed no row: training has touched every row, or its'
-        assert texts == ([says] if rows == 10 else [])
+        assert len(texts) == (rows == 10)
+        assert all('level="untouched" has removed no row: training has' in text for text in texts)
 
     @pytest.mark.parametrize("initial", [0.5, 0.1, 0.7])
     @pytest.mark.parametrize("kind", [optim.Adagrad, RowWiseAdagrad])
