@@ -306,6 +306,8 @@ class Folders:
             found: dcp.Metadata = _Unpickler(stream).load()
             tensors: dict[str, Any] = found.state_dict_metadata
             for key, saved in tensors.items():
+                if not isinstance(key, str):
+                    raise ValueError(f"{key!r} is no name of a tensor")
                 for chunk in saved.chunks:
                     spans = zip(chunk.offsets, chunk.sizes, saved.size, strict=True)
                     if not all(0 <= at <= at + length <= most for at, length, most in spans):

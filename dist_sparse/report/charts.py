@@ -207,7 +207,9 @@ def _steps_of(
 ) -> tuple[Point, ...]:
     """Return the points of a step function: a value after each mask update, and ``more``. The last
     value is repeated at ``end``."""
-    values = [*more, *((step, value_of(record.tables)) for step, record in one.due)]
+    values = [*more]
+    for step, record in one.due:
+        values.append((step, value_of(record.tables)))
     # An update is logged at the next one: its step may be before or after that of `more`.
     values.sort(key=itemgetter(0))
     # Unknown values are left out: a gap in the line means a value that is not finite.

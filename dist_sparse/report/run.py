@@ -239,7 +239,8 @@ class Run:
     @property
     def end(self) -> int:
         """The last step of the charts: a mask update may be logged after the last values."""
-        return max([self.last_step or 0, *(step for step, _ in self.due[-1:])])
+        steps = [step for step, _ in self.due[-1:]]
+        return max([self.last_step or 0, *steps])
 
     @property
     def undone(self) -> tuple[int, GuardCheck] | None:
@@ -431,7 +432,11 @@ def _read(folder: Path) -> Run:
             name=about["name"] or folder.resolve().name,
             model_tables=about["tables"],
             artifacts=read_artifacts(folder),
-            **{key: about[key] for key in ("command", "started", "world", "versions", "config")},
+            command=about["command"],
+            started=about["started"],
+            world=about["world"],
+            versions=about["versions"],
+            config=about["config"],
             **reader.fields(),
         )
     except KeyError as error:

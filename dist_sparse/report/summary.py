@@ -414,6 +414,7 @@ def inspect_text(run: Run) -> str:
     facts = {"last": ", ".join(f"{name} {value:.4g}" for name, value in last)}
     # A run that has only following tables has no masks.
     if run.states or not run.slots:
+        # The sums over all tables; (0, 0) where none has been looked up.
         looked_up, removed = map(sum, zip((0, 0), *run.lookups.values(), strict=True))
         share = percent(removed / looked_up) if looked_up else ""
         facts |= {"mask updates": str(len(run.due)), "lookups of removed rows": share}

@@ -249,11 +249,12 @@ class ImportanceSparsifier(DataNormSparsifier):
             return {}
         # Call it for "frequency" too: it raises without an enforcer, which counts the lookups.
         sums = self.sums()
-        for name in self.unknown_tables(located):
+        if unknown := self.unknown_tables(located):
             raise ValueError(
-                f"Table {name!r}: no Adagrad steps it, so there are no sums of squared gradients."
-                " Use score='norm', or 'frequency' for a fused table. level='untouched' needs a"
-                " record of lookups: Adagrad, or a fused optimizer with score='frequency'."
+                f"Table {unknown[0]!r}: no Adagrad steps it, so there are no sums of squared"
+                " gradients. Use score='norm', or 'frequency' for a fused table."
+                " level='untouched' needs a record of lookups: Adagrad, or a fused optimizer with"
+                " score='frequency'."
             )
         totals = {}
         for name, data in located.items():

@@ -194,6 +194,10 @@ def crafted(kind: str, folder: Path, made: Path) -> None:
     elif kind == "hole":
         metadata.state_dict_metadata["model.0.weight"].chunks[0].sizes = torch.Size([49, 8])
         path.write_bytes(pickle.dumps(metadata))
+    elif kind == "number":
+        tensors: Any = metadata.state_dict_metadata
+        tensors[7] = tensors.pop("model.0.weight")
+        path.write_bytes(pickle.dumps(metadata))
     elif kind == "nothing":
         path.write_bytes(pickle.dumps([1, 2]))
     marked(folder)
@@ -217,6 +221,7 @@ def crafted(kind: str, folder: Path, made: Path) -> None:
             "hole",
             r"'model.0.weight' has holes: its saved pieces do not cover the shape \(50, 8\) once",
         ),
+        ("number", r"\.metadata is refused: 7 is no name of a tensor"),
         ("nothing", r"\.metadata is refused: an entry is missing or of another type"),
     ],
 )
