@@ -112,12 +112,6 @@ def rank(words: list[str]) -> None:
     )
     try:
         record(_run)(words)
-    except BaseException:
-        # When one rank has exited, torchrun sends SIGTERM to the others. A rank that has failed by
-        # itself ignores it while it exits, and so keeps its exit code and its traceback. If it
-        # hangs here, torchrun's SIGKILL ends it.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise
     finally:
         # gloo's threads need the interpreter to release the tensors of the last collective. If they
         # get the GIL only while the interpreter exits, torch aborts the process
@@ -141,8 +135,12 @@ def _run(words: list[str]) -> None:
         sys.path[0] = folder
     try:
         start(run_name="__main__")
-    except SystemExit as error:
-        if error.code not in (None, 0):
+    except BaseException as error:
+        # When one rank has exited, torchrun sends SIGTERM to the others. A rank that has failed by
+        # itself ignores it while it exits, and so keeps its exit code and its traceback: torchrun
+        # can't read an error file that is half written. If the rank hangs, SIGKILL ends it.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if isinstance(error, SystemExit) and error.code not in (None, 0):
             # @record ignores SystemExit. The file is needed for the time of the failure.
             get_error_handler().record_exception(error)
         raise

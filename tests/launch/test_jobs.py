@@ -160,6 +160,26 @@ ended.set()
 
 
 @pytest.mark.slow
+def test_a_rank_that_has_failed_writes_its_error_file_despite_sigterm(tmp_path: Path) -> None:
+    """torchrun exits with a JSONDecodeError if it finds half of the file."""
+    text = """
+import os
+class Failure(Exception):
+    def __str__(self):
+        os.kill(os.getpid(), 15)
+        return "text"
+raise Failure
+"""
+    (tmp_path / "job.py").write_text(text)
+    words = [sys.executable, child.__file__, "rank", str(tmp_path / "job.py")]
+    file = tmp_path / "error.json"
+    environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(file.read_text())["message"]["message"] == "Failure: text"
+
+
+@pytest.mark.slow
 def test_one_process_has_the_launcher_s_own_files(tmp_path: Path) -> None:
     """A module here; and its traceback ends with the script's frames."""
     script(tmp_path, "print(sys.argv[1:], __name__, __spec__.name, input())\nint('x')\n")
