@@ -40,7 +40,7 @@ class CodedShard:
     Attributes:
         groups: the groups of columns that the shard holds, among those of the table.
         codes: live, uint8 ``(rows, groups)``; zeros at first.
-        entries: the books of its groups one after the other, float16 ``(groups * 256, width)``;
+        entries: the books of its groups one after the other, float32 ``(groups * 256, width)``;
             None while lookups return floats.
     """
 
@@ -56,7 +56,7 @@ class CodedShard:
         self.entries: Tensor | None = None
 
     def decode(self, rows: Tensor) -> Tensor:
-        """Return the decoded rows of some row numbers: float16 ``(n, columns)``."""
+        """Return the decoded rows of some row numbers: float32 ``(n, columns)``."""
         assert self.entries is not None
         codes = self._padded_codes.index_select(0, rows)
         return gather_entries(codes + self._book_starts, self.entries)
@@ -149,7 +149,7 @@ class DecodingHooks:
         """Decode by these books from now on, by table."""
         for shard in self.shards:
             entries = books[shard.name][shard.groups].flatten(0, 1)
-            shard.entries = entries.to(shard.codes.device)
+            shard.entries = entries.to(shard.codes.device, torch.float32)
 
     def check_reshard(self, *_: Any) -> None:
         """Call ``on_reshard`` if a collection has new lookup modules: a reshard replaces them on
@@ -295,7 +295,7 @@ def _pool(
     places = torch.arange(len(rows), device=rows.device)
     return F.embedding_bag(
         places,
-        rows.float(),
+        rows,
         offsets.long(),
         mode=pooling,
         per_sample_weights=factors,
@@ -314,7 +314,7 @@ def _decode_module(shard: CodedShard, module: nn.Module, args: Any, kwargs: Any,
         row_ids = module.index(row_ids).long()
         # Removed ids read the row of zeros behind the last row.
         row_ids = torch.where(row_ids < 0, shard.rect.rows, row_ids)
-    rows = shard.decode(row_ids).float()
+    rows = shard.decode(row_ids)
     if isinstance(module, nn.EmbeddingBag):
         arguments.update(mode=module.mode, include_last_offset=module.include_last_offset)
         places = torch.arange(len(rows), device=rows.device).view(ids.shape)

@@ -284,7 +284,7 @@ class _Group(nn.Module):
         # columns and of each table start.
         books: list[Any] = [books_of(tables[name].whole) for name in members]
         size = books[0].shape[0] * ENTRIES
-        self.books = torch.cat(books).flatten(0, 1)
+        self.books = torch.cat(books).flatten(0, 1).float()
         self.register_buffer("group_starts", torch.arange(0, size, ENTRIES, dtype=torch.int32))
         # Ids of tables in other groups read entry 0, which is zeros in any book.
         starts = {name: size * number for number, name in enumerate(self.spans)}
@@ -336,7 +336,7 @@ class _Group(nn.Module):
         entries = stored["rows"] + self.group_starts
         if feature is not None:
             entries = entries + self.book_starts.index_select(0, feature).unsqueeze(1)
-        return gather_entries(entries, self.books)[:, : self.width].float()
+        return gather_entries(entries, self.books)[:, : self.width]
 
 
 def _of_features(by_table: Mapping[str, int], features: Sequence[str], default: int) -> Tensor:
