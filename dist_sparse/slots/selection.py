@@ -239,7 +239,8 @@ class CandidateCounts:
         all_ids, all_counts = saved if fits else torch.empty(2, 0)
         owned = (all_ids >= self.first) & (all_ids < self.last)
         ids = all_ids[owned]
-        counts = all_counts[owned].int()
+        # int() would wrap a larger count into the valid ones.
+        counts = all_counts[owned].clamp(-1, MOST + 1).int()
         fits &= bool((all_ids >= VACANT).all() & (ids.diff() > 0).all())
         _check_counts(self, table, counts, fits)
         return [counts, ids]

@@ -99,8 +99,8 @@ def test_bad_states_of_slots_are_refused(world: int, spread: int) -> None:
         refused(slots, bad, "must be a dict")
     if spread > 1:
         counts = state["counts"]["item"]
-        too_many = counts + torch.tensor([[0], [MOST + 1]])
-        for bad in (counts.float(), counts[0], counts[:, 0], -counts, counts.flip(1), too_many):
+        too_many = [counts + torch.tensor([[0], [more]]) for more in (MOST + 1, 2**32)]
+        for bad in (counts.float(), counts[0], counts[:, 0], -counts, counts.flip(1), *too_many):
             refused(slots, {**state, "counts": {**state["counts"], "item": bad}}, "counts")
     slots.load_state_dict(state)
     train(built, slots, range(4, 8), world, spread)
