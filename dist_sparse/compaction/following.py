@@ -120,11 +120,12 @@ class SlotIndex(nn.Module):
         taken = state[state != VACANT]
         # Reserved ids too: see admit().
         ids = torch.where(taken < 0, -2 - taken, taken)
-        dtype = self.id_of_slot.dtype
-        if state.dtype != dtype or (ids >= self.rows).any() or len(torch.unique(ids)) < len(ids):
+        own = self.id_of_slot
+        fits = (state.dtype, state.shape) == (own.dtype, own.shape)
+        if not fits or (ids >= self.rows).any() or len(torch.unique(ids)) < len(ids):
             raise ValueError(
                 f"Invalid id_of_slot of table {self.table!r}: must be distinct ids in"
-                f" [0, {self.rows}), {dtype}."
+                f" [0, {self.rows}), {own.dtype} {tuple(own.shape)}."
             )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

@@ -12,13 +12,14 @@ from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dist_sparse.enforcer.dense import initial_state, leaves
+from dist_sparse.enforcer.dense import initial_state, leaves, stepped_by
 from dist_sparse.groups import Group, Parcels, Read, group_over
 from dist_sparse.masking.masks import pack, places_of, unpack
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -357,6 +358,11 @@ class Steppers:
             for name, value in ChainMap(*found).items()
             if getattr(value, "shape", None) in shapes
         }
+
+    def step(self, parameter: nn.Parameter) -> bool:
+        """Return whether one of the optimizers steps a parameter."""
+        # By identity: == of tensors compares elements.
+        return id(parameter) in map(id, chain.from_iterable(map(stepped_by, self._leaves)))
 
     def initial(self, parameter: nn.Parameter, name: str) -> float:
         """Return the value from which a state of a parameter starts."""

@@ -264,8 +264,7 @@ class Choices:
     def all(self) -> list[Choice]:
         """Return the candidates: with all columns in each dtype, fitting or not, and the widest
         that fits of each kind and dtype."""
-        # First with the untouched rows, then without them where that saves bytes: of each dtype the
-        # first that fits keeps the most.
+        # First with the untouched rows, then without them where that saves bytes.
         choices = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
         full = [self.choice("full", dtype, 1.0) for dtype in DTYPES]
         choices += [choice for choice in full if choice.candidate.levels]

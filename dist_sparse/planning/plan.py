@@ -89,7 +89,7 @@ class Plan:
         }
 
     def __repr__(self) -> str:
-        head = ("use", "what", "dtype", "columns", "rows", "served", "")
+        head = ("verdict", "what", "dtype", "columns", "rows", "served", "")
         rows = list(map(self._cells, self.choices))
         share = percent(self.budget / self.dense_bytes)
         tables = number_of(len(self.tables), "table")
@@ -108,15 +108,16 @@ class Plan:
 
     def _cells(self, choice: Choice) -> list[str]:
         """Return the cells of a choice, in the order of ``head`` in ``__repr__``."""
-        use = "fits" if choice.fits else "too large"
+        verdict = "fits" if choice.fits else "too large"
         if choice in self.recommended:
             # Its code is printed below the table under this number.
-            use = f"use {self.recommended.index(choice) + 1}"
+            number = self.recommended.index(choice) + 1
+            verdict = f"measure {number}" if len(self.recommended) > 1 else "best"
         rows, widths = zip(*map(choice.candidate.shape, self.tables), strict=True)
         # The narrowest and the widest; a set, because often they are equal.
         columns = "-".join(map(str, sorted({min(widths), max(widths)})))
         return [
-            use,
+            verdict,
             self._label(choice),
             choice.candidate.dtype,
             columns,
@@ -144,8 +145,8 @@ class Plan:
         )
         if not self.untouched:
             text = (
-                "Rows never looked up: unknown; pass the trained model and its Adagrad optimizer to"
-                " find out."
+                "Rows never looked up: unknown; the sums of a trained model's Adagrad optimizer"
+                " would tell."
             )
         elif not tables:
             return []
@@ -241,7 +242,7 @@ def plan(
 # ------------------------------------------------------------------------------
 # The rules: which of the candidates to use, and why.
 
-# The candidate of each kind and dtype that fits and keeps the most.
+# The candidate of each kind and dtype that fits, as of _most_kept().
 Fitting = Mapping[tuple[str, str], Choice]
 
 # Why narrow tables are recommended, by their kind.
@@ -265,7 +266,7 @@ _WHY_HEADERLESS = (
     "In short rows, the 4 bytes of scale and bias are a large share; int4 by column and codes"
     " have neither. Where models overfit, fewer columns win. Measure them too."
 )
-_WHY_INT8 = "int8{} changed AUC by less than 0.0001 wherever it was measured. Remove no other rows."
+_WHY_INT8 = "int8{} changed AUC by less than 0.0001 wherever it was measured. Remove nothing else."
 _WHY_INT4 = (
     "int4 of all columns{} or {} in int8: which is better depends on the data. Measure both."
 )
@@ -309,12 +310,13 @@ def _recommend(choices: Choices, candidates: Iterable[Choice]) -> tuple[tuple[Ch
 
 
 def _most_kept(candidates: Iterable[Choice]) -> Fitting:
-    """Return the candidate of each kind and dtype that fits and keeps the most."""
+    """Return the candidate of each kind and dtype that fits and keeps the most, but for untouched
+    rows."""
     fitting: dict[tuple[str, str], Choice] = {}
     for choice in candidates:
         if choice.fits:
-            # The candidate with untouched rows is listed first, so setdefault keeps it.
-            fitting.setdefault((choice.kind, choice.candidate.dtype), choice)
+            # The candidate that removes untouched rows comes last, and wins: that is lossless.
+            fitting[choice.kind, choice.candidate.dtype] = choice
     return fitting
 
 

@@ -138,6 +138,10 @@ class LookupCounts:
         """Record which ids are looked up from now on: an update has compared all others."""
         self._touched = []
 
+    def compare_all(self) -> None:
+        """Let :meth:`looked_up` return ids that were looked up before the last update too."""
+        self._touched = None
+
     def saved(self, ids: int, group: Group) -> ChunkedTensor:
         """Return the counts for a state: one tensor of all ``ids`` of the table, of which each rank
         writes a part."""
@@ -166,7 +170,7 @@ class LookupCounts:
     def load(self, counts: Tensor) -> None:
         """Replace the counts; the next update compares all ids."""
         self.counts.copy_(counts)
-        self._touched = None
+        self.compare_all()
 
     def divide(self, weight: int) -> None:
         """Scale counts from lookups of ``weight`` to lookups of :data:`_UNIT`, rounding down."""
@@ -221,6 +225,9 @@ class CandidateCounts:
 
     def begin_interval(self) -> None:
         """Do nothing: each update compares all candidates."""
+
+    def compare_all(self) -> None:
+        """Do nothing."""
 
     def saved(self, ids: int, group: Group) -> Tensor:
         """Return the counts for a state: the candidates of all ranks and their counts, int64

@@ -263,10 +263,15 @@ class FollowingTables:
             # This raises now for tables that write() could not initialize later.
             for table in self._tables:
                 stored = table.stored(self._steppers)
-                has_optimizer = optimizer is not None or table.name in stored.hyperparameters
-                if stored.weights(table.name) and not has_optimizer:
+                if not stored.weights(table.name) or table.name in stored.hyperparameters:
+                    continue
+                weight = stored.parameters[table.name]
+                is_missing = weight.requires_grad and not self._steppers.step(weight)
+                # () says that nothing steps it.
+                if optimizer is None or (self._steppers.kinds and is_missing):
                     raise ValueError(
-                        f"Table {table.name!r}: no fused optimizer steps it; pass optimizer=."
+                        f"Table {table.name!r}: no fused optimizer steps it; pass optimizer= with"
+                        " the one that does."
                     )
             facts.update(
                 every=every,
@@ -279,6 +284,8 @@ class FollowingTables:
         self.steps = 0
         self.moved = {table.name: 0 for table in self._tables}
         self.updates: list[SlotUpdate] | None = None
+        # After the last update.
+        self._known_holders: list[int] = []
         # The step that admits the reserved ids; -1 if no slot is reserved.
         self._admits_at = -1
         _movers.update(dict.fromkeys(collections, self))
@@ -292,7 +299,7 @@ class FollowingTables:
         """Call after each optimizer step. Collective in steps with an update, otherwise local.
 
         Raises:
-            ValueError: ranks are at different steps; on every rank.
+            ValueError: updates of ranks are at different steps; on every rank.
             RuntimeError: an update is due while batches of the one before are in flight: ``every``
                 is too small for this pipeline.
         """
@@ -307,9 +314,7 @@ class FollowingTables:
         started = time.perf_counter()
         with self._group.agreeing("step()") as facts:
             # A load may have given ranks different holders.
-            holders = [
-                zlib.crc32(table.index.id_of_slot.cpu().numpy().data) for table in self._tables
-            ]
+            holders = self._holders()
             facts.update(steps=self.steps, holders=holders)
             if self._admits_at >= 0:
                 raise RuntimeError(
@@ -319,6 +324,10 @@ class FollowingTables:
             # A model's state has reservations if it was saved with batches in flight. Without the
             # state of the slots no step admits them.
             self._admit()
+        if holders != self._known_holders:
+            # Loaded since the last update: any other id may be hotter.
+            for table in self._tables:
+                table.counts.compare_all()
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
         ahead = max(table.ids.ahead for table in self._tables)
         ahead = int(self._group.all_gather(torch.tensor([ahead])).max())
@@ -337,6 +346,10 @@ class FollowingTables:
         if not ahead:
             self._admit()
         self._record(changes, started)
+
+    def _holders(self) -> list[int]:
+        """Return a checksum of the holders of each table's slots."""
+        return [zlib.crc32(table.index.id_of_slot.cpu().numpy().data) for table in self._tables]
 
     def _record(self, changes: Sequence[tuple[Tensor, Tensor]], started: float) -> None:
         """Sum the lookup statistics over all ranks, reset them for the next interval, and append
@@ -427,6 +440,7 @@ class FollowingTables:
             table.ids.count_batches()
             ids, slots = table.index.admit()
             table.write(ids.cpu(), slots.cpu(), self._steppers, self.seed)
+        self._known_holders = self._holders()
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads
@@ -553,7 +567,9 @@ def _find_tables(
                     f"Two following tables have the name {name!r}.": name in tables,
                     # compact() pads such tables.
                     f"Table {name!r} has {rows[name]} rows, too few for all of its ranks to have"
-                    f" some: create it with rows={least[name]}.": rows[name] < least[name],
+                    f" some: create it with rows={least[name]}, or shard it by columns.": (
+                        rows[name] < least[name]
+                    ),
                 }
             )
             block = -(-index.rows // group.size)

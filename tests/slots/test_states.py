@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.dist.plugin import on_ranks
 from tests.slots.models import SLOTS, Built, batch, build
 from tests.slots.oracle import holders
 from tests.slots.test_sharded import HOW, SPREAD
-from tests.slots.test_training import train
+from tests.slots.test_training import result, train
 
 # Holders or reservations outside the table, twice, and of another type.
 BAD_INDEXES: Any = [[0, 1, 2, 50], [0, 1, 2, -52], [0, 1, 2, -(2**31)], [0, 1, 1, 3], [0, 1, 2, -2]]
@@ -51,6 +52,19 @@ def test_reservations_without_the_state_of_the_slots() -> None:
         assert len(set(ids)) == len(ids)
 
 
+@on_ranks(2)
+def test_the_state_of_the_model_alone() -> None:
+    """All ids that were looked up before compete for its slots."""
+    built = build(2, "row_wise")
+    begin = copy.deepcopy(built.model.state_dict())
+    slots = FollowingTables(built.model, built.optimizer, every=1)
+    train(built, slots, range(4), 2)
+    built.model.load_state_dict(begin)
+    assert set(result(built)["item"][0]) == {-1}
+    slots.step()
+    assert min(result(built)["item"][0]) >= 0
+
+
 @on_ranks(1)
 def test_holders_of_another_table_are_refused() -> None:
     built = build(1, "row_wise")
@@ -66,6 +80,10 @@ def test_holders_of_another_table_are_refused() -> None:
         with pytest.raises(ValueError, match=REFUSED):
             built.model.load_state_dict({**state, key: bad})
         assert torch.equal(index.id_of_slot, before)
+    # A table that compact() padded has fewer slots than rows.
+    with pytest.raises(ValueError, match=REFUSED):
+        built.model.load_state_dict({**state, key: before[1:]})
+    assert torch.equal(index.id_of_slot, before)
     # torch.distributed.checkpoint loads in place.
     index.id_of_slot[:2] = 3
     with pytest.raises(ValueError, match=REFUSED):
@@ -150,6 +168,9 @@ def test_plain_tables_need_their_optimizer() -> None:
     built = build(1, "data_parallel")
     with pytest.raises(ValueError, match=r"Table '\w+': no fused optimizer steps it; pass optim"):
         FollowingTables(built.model)
+    other = torch.optim.Adam(torch.nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match=r"Table '\w+': no fused optimizer steps it; pass optim"):
+        FollowingTables(built.model, other)
     # There is none: the tables are frozen.
     FollowingTables(built.model, ())
 
