@@ -323,9 +323,10 @@ class FollowingTables:
                 )
             # A model's state has reservations if it was saved with batches in flight. Without the
             # state of the slots no step admits them.
+            has_loaded = holders != self._known_holders
             self._admit()
-        if holders != self._known_holders:
-            # Loaded since the last update: any other id may be hotter.
+        if has_loaded:
+            # Any id may be hotter than the loaded holders.
             for table in self._tables:
                 table.counts.compare_all()
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
