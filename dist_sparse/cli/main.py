@@ -33,7 +33,7 @@ from dist_sparse.launch.__main__ import Option, Parser, as_typed, option
 from dist_sparse.launch.__main__ import main as launch
 from dist_sparse.text import printable, wrapped
 
-_DESCRIPTION = "Finds embedding rows that training never read, removes them, exports the rest."
+_DESCRIPTION = "Plans what embedding tables can lose; launches, reports on and checks training."
 
 _STATUS = "exit status: 0 success, 1 failure, 2 wrong command line"
 

@@ -12,7 +12,6 @@ import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -214,7 +213,7 @@ def verdict(run: Run) -> str:
         return ""
     goal = f"within {TOLERANCE} of {base.name}'s AUC ({_mean_text(wanted)})"
     advice = f"Nothing is {goal}."
-    if good := _artifacts_from(run, groups, sum(wanted) / len(wanted) - TOLERANCE):
+    if good := _artifacts_from(run, groups, sum(wanted) / len(wanted)):
         # Tuples are ordered by their bytes first.
         smallest = min(good)
         served = min(filter(attrgetter("at_once"), good), default=smallest)
@@ -248,19 +247,24 @@ class _Good(NamedTuple):
     at_once: bool
 
 
-def _artifacts_from(run: Run, groups: Iterable[Sequence[Run]], least: float) -> list[_Good]:
-    """Return the artifacts with a mean AUC over seeds of at least ``least``."""
+def _artifacts_from(run: Run, groups: Iterable[Sequence[Run]], mean: float) -> list[_Good]:
+    """Return the artifacts at the AUC of the baseline: of its runs of the same seeds, or ``mean``
+    where these have none."""
     good = []
     for group in groups:
         one = group[0]
         # A run of one step has trained nothing: its weights are the baseline's, with rows removed.
         at_once = bool(one.artifacts) and (baseline(run) in group or not one.trained)
         by_name: dict[str, list[ArtifactBytes]] = defaultdict(list)
-        for artifact in chain.from_iterable(map(artifacts_of, group)):
-            by_name[artifact.name].append(artifact)
+        goals: dict[str, list[float]] = defaultdict(list)
+        for seeded in group:
+            goal = quality(base_of(seeded, run))[1] or mean
+            for artifact in artifacts_of(seeded):
+                by_name[artifact.name].append(artifact)
+                goals[artifact.name].append(goal - TOLERANCE)
         for name, seeds in by_name.items():
             aucs = [artifact.auc for artifact in seeds]
-            if sum(aucs) / len(aucs) >= least:
+            if sum(aucs) >= sum(goals[name]):
                 # Seeds of untouched rows differ in their bytes.
                 taken = max(artifact.bytes for artifact in seeds)
                 share = percent(share_of(taken, whole_bytes(run)))

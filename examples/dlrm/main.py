@@ -91,12 +91,12 @@ def main(options: argparse.Namespace) -> None:
         folder: Path,
         sparsity: Sparsity | None = None,
         data: Dataset = dataset,
-        untouched: Path | None = None,
+        touched: Path | None = None,
     ) -> Result:
         nonlocal number
         number += 1
         say(f"run {number} of {count}: {name}")
-        result = run(name, data, settings, folder, sparsity, checkpoints_of(name), untouched)
+        result = run(name, data, settings, folder, sparsity, checkpoints_of(name), touched)
         say(f"{name}: done after {time.perf_counter() - started:.0f} s")
         return result
 
@@ -108,7 +108,7 @@ def main(options: argparse.Namespace) -> None:
         )
 
     # The report compares a run with those in folders inside its own.
-    dense = train("dense", settings, run_dir / "dense", untouched=run_dir / "untouched_rows")
+    dense = train("dense", settings, run_dir / "dense", touched=run_dir / "touched_rows")
     sparse = train("sparsified", settings, run_dir, sparsity)
     results = [dense, sparse]
     for dim in options.dims or [same_bytes(dense, sparse)]:
@@ -124,9 +124,9 @@ def main(options: argparse.Namespace) -> None:
     say(f"\nTables of the sparsified run (block {block}, {score})\n\n{tables_table(sparse.tables)}")
     say(f"\nRuns\n\n{runs_table(results)}")
     if rank == 0:
-        assert dense.untouched is not None
+        assert dense.touched is not None
         print(f"\n{overhead(read_run(run_dir), sparse.removed)}")
-        artifacts = [dense.artifacts, dense.untouched]
+        artifacts = [dense.artifacts, dense.touched]
         served = serve([*artifacts, *(result.artifacts for result in results[1:])])
         page = write_report(run_dir).resolve()
         say("\nArtifacts: bytes of their files, AUC as served by a process without TorchRec\n")

@@ -99,7 +99,7 @@ class Result:
 
     ``table_bytes``: the remaining weights, without masks. ``ms_per_step``: None if the newest
     checkpoint had all steps behind it. ``removed``: weights read at the end and found to be 0.
-    ``untouched``: the same model without the rows that training has never looked up.
+    ``touched``: the same model without the rows that training has never looked up.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Result:
     removed: int = 0
     tables: list[TableRow] = field(default_factory=list)
     artifacts: Artifacts
-    untouched: Artifacts | None = None
+    touched: Artifacts | None = None
 
 
 class Sparsification:
@@ -234,13 +234,13 @@ def run(
     folder: Path,
     sparsity: Sparsity | None = None,
     checkpoints: Checkpoints | None = None,
-    untouched: Path | None = None,
+    touched: Path | None = None,
 ) -> Result:
     """Train a model from the seed, or from its newest checkpoint, evaluate it and log both in
     ``folder``. Collective; all ranks get the same result except for the times.
 
     The trained model's artifacts are in ``folder/served``; without the rows that training has never
-    looked up, in ``untouched/served``, if a folder is given.
+    looked up, in ``touched/served``, if a folder is given.
     """
     sharded = build(
         dataset,
@@ -307,10 +307,10 @@ def run(
     )
     notes.close(test_auc=auc, test_ne=ne, ms_per_step=ms_per_step)
     without = None
-    if untouched is not None:
+    if touched is not None:
         # A resumed job may have this log already: continue it.
         begin = 0 if saving else None
-        without = _without_untouched(sharded, dataset, settings, config, untouched, begin)
+        without = _touched_rows(sharded, dataset, settings, config, touched, begin)
     return Result(
         name=name,
         dim=settings.dim,
@@ -321,7 +321,7 @@ def run(
         removed=removed,
         tables=tables,
         artifacts=artifacts,
-        untouched=without,
+        touched=without,
     )
 
 
@@ -343,7 +343,7 @@ def _export(
     return Artifacts(run=name, folder=folder / "served", trained=predictions)
 
 
-def _without_untouched(
+def _touched_rows(
     sharded: ShardedModel,
     dataset: Dataset,
     settings: Settings,
@@ -353,7 +353,7 @@ def _without_untouched(
 ) -> Artifacts:
     """Remove the rows that training has never looked up, according to Adagrad's sums, without
     further training. Evaluate the model, log the run in ``folder`` and export it."""
-    name = "untouched rows"
+    name = "touched rows"
     include = large_tables(sharded)
     config = config | {"sparsity": {"level": "untouched"}}
     # end=0: the first step() removes them.

@@ -32,7 +32,7 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
         f"\n    {name}" in out for name in ("launch", "inspect", "plan", "serve-check", "doctor")
     )
     assert "examples:" in out and "exit status: 0" in out
-    purpose = "Finds embedding rows that training never read, removes them, exports the rest."
+    purpose = "Plans what embedding tables can lose; launches, reports on and checks training."
     assert out.split("\n")[2] == purpose
 
 

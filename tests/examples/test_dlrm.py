@@ -467,7 +467,7 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         assert expected / 8 <= size_of(int4) < stored + rows + 4096 * len(result.tables)
         assert abs(float(int4["AUC"]) - float(result.runs[run]["AUC"])) < 0.01
     # Training has read every row: nothing can be removed, and the index is all that is added.
-    untouched = size_of(result.artifacts["untouched rows", "int4"])
+    untouched = size_of(result.artifacts["touched rows", "int4"])
     assert untouched <= size_of(result.artifacts[dense, "int4"]) + rows
     whole = result.artifacts[dense, "fp32"]
     for artifact in result.artifacts.values():
@@ -533,7 +533,7 @@ class TestRuns:
             "sparsified": noted["last"],
             **{n: of["last"] for n, of in noted["compared"].items()},
         }.items():
-            if run == "untouched rows":
+            if run == "touched rows":
                 continue  # the dense run, not trained again
             shown = result.runs[run.replace("_", " ")]
             assert (

@@ -320,6 +320,21 @@ def test_the_verdict_compares_means_over_seeds(tmp_path: Path) -> None:
         assert {name.split()[0] for name in main} == {first.split()[0]} and len(main) == 2
 
 
+def test_the_verdict_compares_the_same_seeds(tmp_path: Path) -> None:
+    """One seed of a baseline may be far from their mean."""
+    for seed, auc in enumerate([0.699, 0.6999, 0.706]):
+        log(tmp_path / f"dense {seed}", auc=auc, seed=seed)
+    with RunLog(tmp_path / "touched", config={"seed": 0}) as held:
+        held.step(0, test_auc=0.699)
+    (tmp_path / "int4").write_bytes(bytes(2000))
+    add_artifact(tmp_path / "touched", tmp_path / "int4", auc=0.6991)
+    names = [f"dense {seed}" for seed in range(3)]
+    said = verdict(read_run(*[tmp_path / name for name in (*names, "touched")]))
+    assert said.startswith(
+        "Serve touched, int4 (1.95 KiB, 5.7% of dense, AUC 0.6991), the smallest"
+    )
+
+
 def test_a_delta_is_against_the_same_seed(tmp_path: Path) -> None:
     for seed, (dense, small) in enumerate([(0.8, 0.795), (0.806, 0.803)]):
         log(tmp_path / f"dense {seed}", auc=dense, rows=8, seed=seed)
