@@ -110,7 +110,7 @@ def report(found: list[dict[str, Any]]) -> str:
         "Microseconds a lookup, 1 thread, fresh ids each time, the median of all rounds; peers take"
         " turns within a round. Ratios are the artifact's time over the peer's: below 1 it is"
         " faster. FBGEMM dense: its inference module over the whole table in the same dtype. array,"
-        " map: FBGEMM's remaps in front of the same kept rows (4 bytes per original row; a hash"
+        " map: FBGEMM's remaps in front of the same kept rows (8 bytes per original row; a hash"
         " map). index: finding the rows, which is part of the artifact's time. file: bytes of the"
         " artifact over those of the dense float32 table."
     )

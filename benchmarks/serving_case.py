@@ -68,7 +68,8 @@ def lookups(case: dict[str, Any]) -> dict[str, Any]:
         "times_s": times,
         "file_bytes": bytes_,
         "dense_bytes": weight.nbytes,
-        "array_bytes": remap.nbytes,
+        # FBGEMM casts it to the dtype of the ids, int64.
+        "array_bytes": remap.long().nbytes,
         "index_bytes": 0 if bool(kept.all()) else -(-rows // 32) * 8,
         "map_bytes": map_bytes,
     }

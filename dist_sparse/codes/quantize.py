@@ -353,11 +353,17 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             tables = self.located()
         for data in tables:
             group, name = group_over(data.ranks), data.name
+            books = self.books[name]
             if self._is_fitted:
-                self.books[name] = refit_books(data, group, self.books[name], hooks.coded[name])
-            else:
+                books = refit_books(data, group, books, hooks.coded[name])
+            # All at first. Later, groups of columns that were zero until now: a refit would keep
+            # their entries at zero.
+            is_empty = ~books.flatten(1).any(1)
+            if is_empty.any():
                 # Every rank learns from the same sample, so no books are sent.
-                self.books[name] = learn_books(sample_rows(data, group), self._groups[name])
+                learned = learn_books(sample_rows(data, group), self._groups[name])
+                books = torch.where(is_empty[:, None, None], learned, books)
+            self.books[name] = books
         self._is_fitted = True
         self.attach()
 

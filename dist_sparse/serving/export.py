@@ -136,7 +136,7 @@ def export(
         scale: ``"column"`` (``"int4"`` only) gives each column a grid for the whole table, in the
             place of 4 bytes in every row: at 12 bytes a row 24 columns instead of 16. Tables are
             streamed once more, to choose the grids with the smallest squared errors; lookups are in
-            pure torch, some 4 times slower than FBGEMM's.
+            pure torch, 2 to 4 times slower than FBGEMM's.
         since: the artifact that was published before, or the artifact and its deltas in order, as
             folders, or what the last :func:`export` returned. The folder then is a delta: the rows
             whose stored bytes have changed, the ids that came, and the ids that went. It takes

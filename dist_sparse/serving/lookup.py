@@ -389,7 +389,11 @@ def to_torchrec(
     stored = []
     for name in collection.tables:
         # Removed ids and ids out of range read a row of zeros behind the last one.
-        stored.append(_stored_rows(tables[name], name, keys[name], zeros=1))
+        rows = _stored_rows(tables[name], name, keys[name], zeros=1)
+        # TorchRec reads the scale and bias behind a row as float16.
+        odd = f"Table {name!r}: to_torchrec() needs rows of an even number of bytes."
+        refuse({odd: rows.rows.shape[1] % 2})
+        stored.append(rows)
     zeros = [tables[name].entry.stored for name in collection.looked_up]
     inner = bag_collection(stored, collection.weighted)
     return QuantizedCollection(collection, inner, index, zeros)
@@ -439,11 +443,10 @@ def _stored_rows(table: StoredTable, name: str, features: Sequence[str], zeros: 
         " serve it by dist_sparse."
     )
     odd = f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even."
-    refuse({rotated: entry.turned, odd: entry.dtype == "int4" and entry.dim % 2})
-    dtype = entry.dtype
+    dtype = "fp16" if table.has_books else entry.dtype
+    refuse({rotated: entry.turned, odd: dtype == "int4" and entry.dim % 2})
     rows = {key: part.cpu() for key, part in table.rows.items()}
     if table.has_books:
-        dtype = "fp16"
         rows = {"rows": decode({**table.whole, **rows}, entry.dim).half()}
     raw = {key: F.pad(part.view(torch.uint8), (0, 0, 0, zeros)) for key, part in rows.items()}
     return StoredRows(

@@ -449,9 +449,9 @@ class Served(nn.Module):
 
         It takes ids, int64 ``(n,)``, and offsets, int64 ``(features * bags + 1,)``, of the features
         in the order of :attr:`features`, and returns what the artifact serves, bit for bit: removed
-        ids are exactly 0. Ids out of range are read as id 0, which FBGEMM also writes to the
-        caller's ids. A table with several features is copied for each of them. Tables with a scale
-        per column and tables with codes become float16, and their means are equal to the last bit.
+        ids are exactly 0. Ids out of range are read as id 0. A table with several features is
+        copied for each of them. Tables with a scale per column and tables with codes become
+        float16, and their means are equal to the last bit.
         If fewer than 1% of the ids have a row, the remap is FBGEMM's hash map: it takes fewer bytes
         than an array, and such a module can't be copied or pickled.
 
@@ -475,7 +475,7 @@ class Served(nn.Module):
 
         Raises:
             ValueError: the collection looks up sequences or is a module of torch's, a table was
-                rotated alone, or it has 4 bits and an odd number of columns.
+                rotated alone, or its rows have an odd number of bytes in 8 or 4 bits.
             ImportError: TorchRec is not installed.
         """
         with self._gate.lookup():

@@ -109,7 +109,7 @@ class StoredRows:
 def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
     """Return FBGEMM's module over tables with the same pooling, each with one feature. It takes the
     model's own ids and remaps them: by arrays, 8 bytes per id of the original tables, or if fewer
-    than 1% of the ids have a row by a hash map, some 18 bytes per row."""
+    than 1% of the ids have a row by a hash map, 18 to 40 bytes per row."""
     from fbgemm_gpu.split_embedding_configs import SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
@@ -143,7 +143,15 @@ def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
         # Rows without gaps between them, as in the artifact.
         row_alignment=1,
     )
+    module.register_forward_pre_hook(_clamp_ids, with_kwargs=True)
     return module
+
+
+def _clamp_ids(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: read negative ids as id 0. FBGEMM lets -1 pass, and its remap reads the
+    entry before the table's first one."""
+    given = dict(zip(("indices", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
+    return (), given | {"indices": given["indices"].clamp(min=0)}
 
 
 def bag_collection(tables: Sequence[StoredRows], is_weighted: bool) -> nn.Module:

@@ -93,6 +93,23 @@ def test_due_steps_against_a_loop() -> None:
         assert not handle.books["weight"][group, 0].any()
 
 
+def test_columns_that_were_zero_at_the_first_fit_get_books() -> None:
+    """A refit would keep all their entries at zero."""
+    model = table(rows=300)
+    with torch.no_grad():
+        model.weight[:, 2:] = 0
+    handle = quantize(model, sgd(model), codes=2, begin=0, every=1)
+    handle.step()
+    assert not handle.books["weight"][1].any()
+    with torch.no_grad():
+        model.weight[:, 2:] = torch.randn(300, 2)
+    first = handle.books["weight"][0].clone()
+    handle.step()
+    assert handle.books["weight"][1].any() and torch.equal(handle.books["weight"][0], first)
+    ids = torch.arange(300).view(-1, 1)
+    torch.testing.assert_close(model(ids), model.weight.detach(), atol=0.5, rtol=0)
+
+
 def test_first_books_against_a_loop() -> None:
     """K-means of rows at even distances in the table, which start from 255 of them."""
     model = table(rows=301)
