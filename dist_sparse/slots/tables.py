@@ -265,10 +265,8 @@ class FollowingTables:
                 stored = table.stored(self._steppers)
                 if not stored.weights(table.name) or table.name in stored.hyperparameters:
                     continue
-                weight = stored.parameters[table.name]
-                is_missing = weight.requires_grad and not self._steppers.step(weight)
                 # () says that nothing steps it.
-                if optimizer is None or (self._steppers.kinds and is_missing):
+                if optimizer != () and not self._steppers.step(stored.parameters[table.name]):
                     raise ValueError(
                         f"Table {table.name!r}: no fused optimizer steps it; pass optimizer= with"
                         " the one that does."
