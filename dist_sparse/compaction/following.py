@@ -509,13 +509,18 @@ def _build(configs: list[Any], indexes: Mapping[str, Any], found: Collection) ->
 def follow_kept_rows(compact: Any, counted: Mapping[str, Sequence[Held]]) -> Any:
     """Return a following collection that takes over ``inner``, the kept rows of a compact one.
 
-    Rows that pad a shard are no slots: their number depends on the sharding.
-
     Args:
         counted: shards whose lookups this rank has counted, by table; their rows are ids.
     """
     indexes = {}
+    rows = {table.name: table.rows for table in collection_of(compact.inner).tables}
     for name, index in compact.table_indexes().items():
+        # As FollowingTables does: another sharding has no such rows, and could not resume.
+        if rows[name] > max(1, index.stored):
+            raise ValueError(
+                f"Table {name!r} keeps {index.stored} rows, too few for all of its ranks to have"
+                f" some: keep {rows[name]}, or shard it by columns."
+            )
         # This raises now for tables whose new rows could not be drawn.
         initial_bounds(compact, name)
         # Kept rows are stored in the order of their ids, so the first id holds the first slot.

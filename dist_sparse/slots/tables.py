@@ -564,7 +564,6 @@ def _find_tables(
                         collection in _movers
                     ),
                     f"Two following tables have the name {name!r}.": name in tables,
-                    # compact() pads such tables.
                     f"Table {name!r} has {rows[name]} rows, too few for all of its ranks to have"
                     f" some: create it with rows={least[name]}, or shard it by columns.": (
                         rows[name] < least[name]

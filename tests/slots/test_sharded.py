@@ -82,16 +82,19 @@ def check_summary(text: str, oracles: dict[str, Oracle]) -> None:
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("world", "kind", "how"),
+    ("world", "kind", "how", "pooled"),
     [
-        *((world, kind, HOW) for world, kind in EVERY),
-        (1, "table_wise", TIES),
-        (2, "row_wise", TIES),
-        (4, "grid", TIES),
+        *((world, kind, HOW, True) for world, kind in EVERY),
+        (1, "table_wise", TIES, True),
+        (2, "row_wise", TIES, True),
+        (4, "grid", TIES, True),
+        (1, "table_wise", HOW, False),
+        (2, "column_wise", TIES, False),
+        (4, "row_wise", HOW, False),
     ],
 )
-def test_slots_rows_and_lookups(world: int, kind: str, how: dict[str, Any]) -> None:
-    built = build(world, kind, mean=kind == "row_wise")
+def test_slots_rows_and_lookups(world: int, kind: str, how: dict[str, Any], pooled: bool) -> None:
+    built = build(world, kind, bags=pooled, mean=kind == "row_wise")
     model, optimizer = built.model, built.optimizer
     slots = FollowingTables(model, optimizer, protect_ids=PROTECTED, **how)
     oracles = {
@@ -110,16 +113,17 @@ def test_slots_rows_and_lookups(world: int, kind: str, how: dict[str, Any]) -> N
                 for rank, bags in enumerate(ranks):
                     for bag in bags[key]:
                         found = oracles[table].look_up(bag) if table in oracles else bag
-                        total = sum(
-                            (weights[table][slot] for slot in found if slot >= 0),
-                            torch.zeros(built.dim),
-                        )
-                        if kind == "row_wise":
-                            total = total / max(1, len(bag))
+                        nothing = torch.zeros(built.dim)
+                        rows = [weights[table][slot] if slot >= 0 else nothing for slot in found]
+                        if pooled:
+                            rows = [sum(rows, nothing)]
+                        if pooled and kind == "row_wise":
+                            rows[0] = rows[0] / max(1, len(bag))
                         if rank == dist.get_rank():
-                            columns.append(total)
-                expected.append(torch.stack(columns))
-        torch.testing.assert_close(out / model.module.factor.detach(), torch.cat(expected, dim=1))
+                            columns += rows
+                expected.append(torch.stack([nothing, *columns])[1:])
+        outputs = torch.cat(expected, dim=int(pooled))
+        torch.testing.assert_close(out / model.module.factor.detach(), outputs)
         loss.backward()
         optimizer.step()
         before = {table: states(model, optimizer, table) for table in SLOTS}

@@ -80,7 +80,7 @@ def test_holders_of_another_table_are_refused() -> None:
         with pytest.raises(ValueError, match=REFUSED):
             built.model.load_state_dict({**state, key: bad})
         assert torch.equal(index.id_of_slot, before)
-    # A table that compact() padded has fewer slots than rows.
+    # A table with fewer slots.
     with pytest.raises(ValueError, match=REFUSED):
         built.model.load_state_dict({**state, key: before[1:]})
     assert torch.equal(index.id_of_slot, before)
