@@ -463,6 +463,11 @@ def compact_collection(
     return made.train(module.training)
 
 
+def stored_rows(module: nn.Module) -> dict[str, int]:
+    """Return the number of rows of each table of a collection of TorchRec, sharded or not."""
+    return {table.name: table.rows for table in collection_of(module).tables}
+
+
 def least_rows(module: nn.Module, rows: Mapping[str, int]) -> dict[str, int]:
     """Return, by table, the least number of rows, ``rows`` or more, with which no block is empty on
     the sharding of ``module``.

@@ -22,6 +22,7 @@ from dist_sparse.compaction.collections import (
     CompactIds,
     IndexedCollection,
     initial_bounds,
+    stored_rows,
 )
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex
 from dist_sparse.masking.masks import Held
@@ -513,7 +514,7 @@ def follow_kept_rows(compact: Any, counted: Mapping[str, Sequence[Held]]) -> Any
         counted: shards whose lookups this rank has counted, by table; their rows are ids.
     """
     indexes = {}
-    rows = {table.name: table.rows for table in collection_of(compact.inner).tables}
+    rows = stored_rows(compact.inner)
     for name, index in compact.table_indexes().items():
         # As FollowingTables does: another sharding has no such rows, and could not resume.
         if rows[name] > max(1, index.stored):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import checks
-from dist_sparse.compaction.collections import initial_bounds, least_rows
+from dist_sparse.compaction.collections import initial_bounds, least_rows, stored_rows
 from dist_sparse.compaction.following import (
     FollowingCollection,
     FollowingIds,
@@ -323,16 +323,12 @@ class FollowingTables:
             # state of the slots no step admits them.
             has_loaded = holders != self._known_holders
             self._admit()
-        if has_loaded:
-            # Any id may be hotter than the loaded holders.
-            for table in self._tables:
-                table.counts.compare_all()
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
         ahead = max(table.ids.ahead for table in self._tables)
         ahead = int(self._group.all_gather(torch.tensor([ahead])).max())
         self._exchange_lookups()
         self._drop_candidates()
-        changes = self._select()
+        changes = self._select(has_loaded)
         divisor = self._weight.next()
         for table, (leaving, coming) in zip(self._tables, changes, strict=True):
             device = table.index.id_of_slot.device
@@ -405,11 +401,18 @@ class FollowingTables:
             # Decay has rounded some counts to 0, the count of any id that is not listed.
             counts.keep(wins & (counts.counts > 0))
 
-    def _select(self) -> list[tuple[Tensor, Tensor]]:
+    def _select(self, has_loaded: bool) -> list[tuple[Tensor, Tensor]]:
         """Return for each table the ids that lose their slots, and the ids that win one, over all
-        ranks: ascending, int64. Collective."""
+        ranks: ascending, int64. Collective.
+
+        Args:
+            has_loaded: whether holders were loaded since the last update.
+        """
         slots, holders, keys = [], [], []
         for table in self._tables:
+            if has_loaded:
+                # Any id may be hotter than the loaded holders.
+                table.counts.compare_all()
             ids = table.owned_holders()
             slots.append(table.index.stored)
             holders.append(ids)
@@ -552,7 +555,7 @@ def _find_tables(
     tables: dict[str, _Table] = {}
     for collection in collections:
         inner = collection_of(collection.inner)
-        rows = {table.name: table.rows for table in inner.tables}
+        rows = stored_rows(collection.inner)
         least = least_rows(collection.inner, rows)
         for name, index in collection.following_ids.slots.items():
             checks.refuse(
