@@ -44,6 +44,7 @@ def marked(folder: Path) -> None:
     (folder / "COMMITTED").write_text(sealed(head))
 
 
+@pytest.mark.slow
 def test_a_thousand_bit_flips_and_truncations(job: Job, tmp_path: Path) -> None:
     """Over every file. All are refused, the file is named, and nothing has changed."""
     files = sorted(path for path in (tmp_path / STEP).iterdir() if path.stat().st_size)

@@ -226,6 +226,7 @@ def test_save_async_is_not_counted_and_says_nothing(tmp_path: Path) -> None:
     assert job.checkpoints.steps() == [1]
 
 
+@pytest.mark.slow
 def test_kills_while_writing_before_the_marker_and_after_it(tmp_path: Path) -> None:
     """The newest committed checkpoint loads each time, and the end is that of a training without
     kills.

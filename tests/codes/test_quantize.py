@@ -110,6 +110,7 @@ def test_columns_that_were_zero_at_the_first_fit_get_books() -> None:
     torch.testing.assert_close(model(ids), model.weight.detach(), atol=0.5, rtol=0)
 
 
+@pytest.mark.slow
 def test_first_books_against_a_loop() -> None:
     """K-means of rows at even distances in the table, which start from 255 of them."""
     model = table(rows=301)

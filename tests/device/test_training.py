@@ -46,8 +46,15 @@ def trained(device: str, block: Any, **options: Any) -> tuple[Run, dict[str, Spe
     return run, spent
 
 
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "score"),
+    [
+        # A score of finer blocks takes some ten seconds.
+        pytest.param(name, score, marks=[pytest.mark.slow] if name != "row" else [])
+        for name in BLOCKS
+        for score in SCORES
+    ],
+)
 def test_masks_and_weights_are_the_cpus(name: str, score: str) -> None:
     """And the costs are at most their ceilings."""
     expected, _ = trained("cpu", BLOCKS[name], score=score)

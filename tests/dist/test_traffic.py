@@ -83,6 +83,7 @@ def test_nothing_to_select() -> None:
         assert len(rows_of(100, level).calls) == 1
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_many_tables() -> None:
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, ROW))

@@ -71,6 +71,7 @@ def test_ties(block: tuple[int, int | str]) -> None:
         assert torch.equal(mask, oracle_mask(weight, level, (1, width), width, "L1"))
 
 
+@pytest.mark.slow
 def test_more_than_a_batch() -> None:
     draw = torch.Generator().manual_seed(2)
     weights = [torch.randn(1000, 16, generator=draw) for _ in range(140)]

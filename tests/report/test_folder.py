@@ -159,6 +159,7 @@ def started(folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_of_jobs_that_start_together_one_writes(tmp_path: Path) -> None:
     jobs = [started(tmp_path / "run") for _ in range(2)]
     for job in jobs:

@@ -253,6 +253,7 @@ def saving(root: Path, killed: bool) -> dict[str, Any]:
     return {**result(built), "counts": counts.clone()}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_loses_nothing_that_was_committed(tmp_path: Path) -> None:
     """Slots, rows and counts of the newest checkpoint; the end is that of a run without a kill."""
     with pytest.raises(RanksFailed, match=r"rank 1 ----\ndied with exit code -9"):
