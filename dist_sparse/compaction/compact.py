@@ -298,10 +298,10 @@ def expand(
     :func:`~dist_sparse.compact`. Collective: every rank of the world must call it.
 
     Weights and optimizer state of kept rows are moved bit for bit, with learning rates and step
-    counts; besides its shards a rank holds chunks of a few MB, and 8 to 24 bytes for each id of one
-    table. Rows that were removed come back
-    with fresh optimizer state. With ``initial="zero"`` the model's output does not change. All
-    other parameters stay the same objects.
+    counts; besides its shards a rank holds chunks of a few MB, and with ``"init"`` some 13 bytes
+    for each id of one table. Rows that were removed come back with fresh optimizer state. With
+    ``initial="zero"`` the model's output does not change. All other parameters stay the same
+    objects.
 
     ``model`` is consumed as compact() consumes its argument: use the returned model and its
     ``fused_optimizer``; old tables raise.

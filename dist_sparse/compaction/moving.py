@@ -522,7 +522,9 @@ def move_tables(
         # step.
         parameter = source.parameters.get(name)
         made = {}
-        into = torch.arange(there.shape[0]) < flags.count_nonzero()
+        # Not by arange(), which takes 8 bytes an id.
+        into = torch.zeros(there.shape[0], dtype=torch.bool)
+        into[: flags.count_nonzero()] = True
         move = _Copy(here, there, flags, placed.get(name, into))
         move.fill(source.weights(name), target.weights(name))
         before, after = source.states(name), target.states(name)

@@ -50,6 +50,9 @@ from dist_sparse.tables.protocols import Collection, Replacement
 # Flags of the stored rows of a module's tables, bool `(rows,)`, by the table's name in the module.
 Kept = Mapping[str, Tensor]
 
+# How many rows are looked through at once: their numbers take 8 MiB.
+_SPAN = 1 << 20
+
 # Looked up by exact class: the forward of a subclass may do more.
 _COMPACT: Mapping[Any, Any] = {
     nn.Embedding: CompactEmbedding,
@@ -644,9 +647,10 @@ def _draw(change: Change, stored: nn.Module, seed: int) -> None:
             # The row of the padding id stays zero.
             if change.site.padding_id is not None:
                 drawn[change.site.padding_id] = False
-            places = drawn.nonzero().view(-1)
             name = table or change.site.path
-            draw_rows(weight, rect, places, places + rect.row, seed, name, bounds)
+            for number, part in enumerate(torch.split(drawn, _SPAN)):
+                places = part.nonzero().view(-1) + number * _SPAN
+                draw_rows(weight, rect, places, places + rect.row, seed, name, bounds)
 
 
 def release_site(site: Site, action: str) -> None:

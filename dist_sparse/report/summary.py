@@ -212,6 +212,8 @@ def verdict(run: Run) -> str:
     if not run.compared or not wanted:
         return ""
     goal = f"within {TOLERANCE} of {base.name}'s AUC ({_mean_text(wanted)})"
+    if len(wanted) > 1:
+        goal = f"within {TOLERANCE} of the baseline with the same seeds (AUC {_mean_text(wanted)})"
     advice = f"Nothing is {goal}."
     if good := _artifacts_from(run, groups, sum(wanted) / len(wanted)):
         # Tuples are ordered by their bytes first.
@@ -258,7 +260,9 @@ def _artifacts_from(run: Run, groups: Iterable[Sequence[Run]], mean: float) -> l
         by_name: dict[str, list[ArtifactBytes]] = defaultdict(list)
         goals: dict[str, list[float]] = defaultdict(list)
         for seeded in group:
-            goal = quality(base_of(seeded, run))[1] or mean
+            own = base_of(seeded, run)
+            known = quality(own)[1] if str(own.seeds) == str(seeded.seeds) else None
+            goal = known or mean
             for artifact in artifacts_of(seeded):
                 by_name[artifact.name].append(artifact)
                 goals[artifact.name].append(goal - TOLERANCE)

@@ -265,8 +265,9 @@ class FollowingTables:
                 stored = table.stored(self._steppers)
                 if not stored.weights(table.name) or table.name in stored.hyperparameters:
                     continue
-                # () says that nothing steps it.
-                if optimizer != () and not self._steppers.step(stored.parameters[table.name]):
+                # () and [] say that nothing steps it.
+                is_frozen = optimizer is not None and not self._steppers.kinds
+                if not (is_frozen or self._steppers.step(stored.parameters[table.name])):
                     raise ValueError(
                         f"Table {table.name!r}: no fused optimizer steps it; pass optimizer= with"
                         " the one that does."
@@ -282,7 +283,7 @@ class FollowingTables:
         self.steps = 0
         self.moved = {table.name: 0 for table in self._tables}
         self.updates: list[SlotUpdate] | None = None
-        # After the last update.
+        # Checksums of the holders that the last update left.
         self._known_holders: list[int] = []
         # The step that admits the reserved ids; -1 if no slot is reserved.
         self._admits_at = -1
@@ -337,14 +338,21 @@ class FollowingTables:
             self.moved[table.name] += len(coming)
             if divisor is not None:
                 table.counts.divide(divisor)
+        self._known_holders = self._holders()
         self._admits_at = self.steps + ahead
         if not ahead:
             self._admit()
         self._record(changes, started)
 
     def _holders(self) -> list[int]:
-        """Return a checksum of the holders of each table's slots."""
-        return [zlib.crc32(table.index.id_of_slot.cpu().numpy().data) for table in self._tables]
+        """Return a checksum of the holders of each table's slots, admitted or not."""
+        sums = []
+        for table in self._tables:
+            state = table.index.id_of_slot.cpu()
+            # A reserved slot is -2 - id: its admission changes no checksum.
+            ids = torch.where(state < -1, -2 - state, state)
+            sums.append(zlib.crc32(ids.numpy().data))
+        return sums
 
     def _record(self, changes: Sequence[tuple[Tensor, Tensor]], started: float) -> None:
         """Sum the lookup statistics over all ranks, reset them for the next interval, and append
@@ -442,7 +450,6 @@ class FollowingTables:
             table.ids.count_batches()
             ids, slots = table.index.admit()
             table.write(ids.cpu(), slots.cpu(), self._steppers, self.seed)
-        self._known_holders = self._holders()
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads

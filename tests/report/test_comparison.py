@@ -314,7 +314,7 @@ def test_the_verdict_compares_means_over_seeds(tmp_path: Path) -> None:
         run = read_run(tmp_path / first, *[tmp_path / name for name in names])
         said = verdict(run)
         assert said.startswith("Serve dense ") and "small " not in said
-        assert "AUC (0.8030, mean of 2 seeds from 0.8000 to 0.8060)" in said
+        assert "same seeds (AUC 0.8030, mean of 2 seeds from 0.8000 to 0.8060)" in said
         [chart] = [each for each in charts(run) if each.key == "auc_bytes"]
         main = {line.name for line in chart.lines if line.role == "main"}
         assert {name.split()[0] for name in main} == {first.split()[0]} and len(main) == 2
