@@ -133,7 +133,7 @@ MUTATIONS = [
     M("slots/tables.py", "not (is_frozen or self._steppers.step(stored.parameters[table.name]))", "optimizer is None", "tests/slots/test_states.py -k plain"),
     M("compaction/following.py", "(state.dtype, state.shape) == (own.dtype, own.shape)", "state.dtype == own.dtype", "tests/slots/test_states.py -k another_table"),
     M("codes/quantize.py", "            is_empty = ~books.flatten(1).any(1)\n", "            is_empty = torch.tensor([not self._is_fitted])\n", "tests/codes/test_quantize.py -k zero_at_the_first"),
-    M("torchrec/kernels.py", "given[\"indices\"].clamp(min=0)", "given[\"indices\"]", "tests/serving/test_targets.py -k negative"),
+    M("torchrec/kernels.py", "self.tables(indices.clamp(min=0)", "self.tables(indices", "tests/serving/test_targets.py -k negative"),
     M("report/summary.py", "            goal = known or mean\n", "            goal = mean\n", "tests/report/test_comparison.py -k same_seeds"),
     M("planning/plan.py", "            fitting[choice.kind, choice.candidate.dtype] = choice\n", "            fitting.setdefault((choice.kind, choice.candidate.dtype), choice)\n", "tests/planning/test_plan.py -k never_touched"),
     M("slots/tables.py", "keys = 2 * self.counts.of(ids) + holds", "keys = 2 * self.counts.of(ids)", "tests/slots/test_training.py -k tie"),

@@ -143,15 +143,23 @@ def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
         # Rows without gaps between them, as in the artifact.
         row_alignment=1,
     )
-    module.register_forward_pre_hook(_clamp_ids, with_kwargs=True)
-    return module
+    return _TableBatch(module)
 
 
-def _clamp_ids(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook: read negative ids as id 0. FBGEMM lets -1 pass, and its remap reads the
-    entry before the table's first one."""
-    given = dict(zip(("indices", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
-    return (), given | {"indices": given["indices"].clamp(min=0)}
+class _TableBatch(nn.Module):
+    """FBGEMM's module, which reads negative ids as id 0. FBGEMM lets -1 pass, and its remap reads
+    the entry before the table's first one. TorchScript compiles it: a hook could not be."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(
+        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Return the pooled rows: see :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
+        pooled: Tensor = self.tables(indices.clamp(min=0), offsets, per_sample_weights)
+        return pooled
 
 
 def bag_collection(tables: Sequence[StoredRows], is_weighted: bool) -> nn.Module:

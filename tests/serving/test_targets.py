@@ -95,8 +95,8 @@ def test_few_rows_are_found_by_a_hash_map(tmp_path: Path) -> None:
     ]
     served = served_of(tmp_path, of)
     module: Any = served.to_fbgemm()
-    assert module.index_remapping_hash_table_cpu is not None
-    assert not module.index_remappings_array.numel()
+    assert module.tables.index_remapping_hash_table_cpu is not None
+    assert not module.tables.index_remappings_array.numel()
     ids = torch.cat([torch.arange(5000), torch.arange(5000), torch.arange(70).repeat(72)[:5000]])
     found = module(ids.clone(), torch.arange(15001))
     assert torch.equal(found, served(ids, torch.ones_like(ids))) and found.any()
@@ -197,10 +197,10 @@ def test_negative_ids_read_row_0_of_their_table(tmp_path: Path) -> None:
     of = [Source("one", table(100, 8, 1.0), ["a"]), Source("two", table(30, 8, 1.0), ["b"])]
     served = served_of(tmp_path, of)
     module: Any = copy.deepcopy(served.to_fbgemm())
-    assert module.index_remappings_array.numel()
+    assert module.tables.index_remappings_array.numel()
     ids = torch.tensor([5, -1, 30])
     offsets = torch.tensor([0, 1, 3])
-    found = module(indices=ids, offsets=offsets)
+    found = torch.jit.script(module)(indices=ids, offsets=offsets)
     assert torch.equal(found, served(torch.tensor([5, 0, 0]), torch.tensor([1, 2])))
     assert ids.tolist() == [5, -1, 30]
 
