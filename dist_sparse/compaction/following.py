@@ -516,11 +516,12 @@ def follow_kept_rows(compact: Any, counted: Mapping[str, Sequence[Held]]) -> Any
     indexes = {}
     rows = stored_rows(compact.inner)
     for name, index in compact.table_indexes().items():
-        # As FollowingTables does: another sharding has no such rows, and could not resume.
+        # Rows that pad a shard are no slots. A model that following() builds has none, so no new
+        # process could load the checkpoint.
         if rows[name] > max(1, index.stored):
             raise ValueError(
                 f"Table {name!r} keeps {index.stored} rows, too few for all of its ranks to have"
-                f" some: keep {rows[name]}, or shard it by columns."
+                f" some: keep at least {rows[name]}, or shard it by columns before."
             )
         # This raises now for tables whose new rows could not be drawn.
         initial_bounds(compact, name)

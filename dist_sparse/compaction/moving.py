@@ -359,7 +359,7 @@ class Steppers:
             if getattr(value, "shape", None) in shapes
         }
 
-    def step(self, parameter: nn.Parameter) -> bool:
+    def steps(self, parameter: nn.Parameter) -> bool:
         """Return whether one of the optimizers steps a parameter."""
         # By identity: == of tensors compares elements.
         return id(parameter) in map(id, chain.from_iterable(map(stepped_by, self._leaves)))

@@ -260,12 +260,10 @@ def _artifacts_from(run: Run, groups: Iterable[Sequence[Run]], mean: float) -> l
         by_name: dict[str, list[ArtifactBytes]] = defaultdict(list)
         goals: dict[str, list[float]] = defaultdict(list)
         for seeded in group:
-            own = base_of(seeded, run)
-            known = quality(own)[1] if str(own.seeds) == str(seeded.seeds) else None
-            goal = known or mean
+            goal = _goal(seeded, run, mean)
             for artifact in artifacts_of(seeded):
                 by_name[artifact.name].append(artifact)
-                goals[artifact.name].append(goal - TOLERANCE)
+                goals[artifact.name].append(goal)
         for name, seeds in by_name.items():
             aucs = [artifact.auc for artifact in seeds]
             if sum(aucs) >= sum(goals[name]):
@@ -275,6 +273,14 @@ def _artifacts_from(run: Run, groups: Iterable[Sequence[Run]], mean: float) -> l
                 facts = f"{size(taken)}, {share} of dense, AUC {_mean_text(aucs)}"
                 good.append(_Good(taken, f"{one.name}, {name} ({facts})", at_once))
     return good
+
+
+def _goal(one: Run, run: Run, mean: float) -> float:
+    """Return the least AUC of an artifact of ``one`` that is as good as the baseline of its seed;
+    as good as ``mean`` if that seed has no baseline."""
+    base = base_of(one, run)
+    auc = quality(base)[1] if str(base.seeds) == str(one.seeds) else None
+    return (mean if auc is None else auc) - TOLERANCE
 
 
 def _seed_noise(groups: Iterable[Sequence[Run]]) -> str:

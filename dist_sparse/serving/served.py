@@ -449,12 +449,11 @@ class Served(nn.Module):
 
         It takes ids, int64 ``(n,)``, and offsets, int64 ``(features * bags + 1,)``, of the features
         in the order of :attr:`features`, and returns what the artifact serves, bit for bit: removed
-        ids are exactly 0. Ids out of range are read as id 0: a module around it clamps negative
-        ones, and ``.tables`` is FBGEMM's. A table with several features is
-        copied for each of them. Tables with a scale per column and tables with codes become
-        float16, and their means are equal to the last bit.
-        If fewer than 1% of the ids have a row, the remap is FBGEMM's hash map: it takes fewer bytes
-        than an array, and such a module can't be copied or pickled.
+        ids are exactly 0. Ids out of range are read as id 0: a module around FBGEMM's, which is
+        ``.tables``, clamps negative ones. A table with several features is copied for each of
+        them. Tables with a scale per column and tables with codes become float16, and their means
+        are equal to the last bit. If fewer than 1% of the ids have a row, the remap is FBGEMM's
+        hash map: it takes fewer bytes than an array, and such a module can't be copied or pickled.
 
         Raises:
             ValueError: the collection has sums and means, a table was rotated alone, or it has 4

@@ -267,7 +267,7 @@ class FollowingTables:
                     continue
                 # () and [] say that nothing steps it.
                 is_frozen = optimizer is not None and not self._steppers.kinds
-                if not (is_frozen or self._steppers.step(stored.parameters[table.name])):
+                if not (is_frozen or self._steppers.steps(stored.parameters[table.name])):
                     raise ValueError(
                         f"Table {table.name!r}: no fused optimizer steps it; pass optimizer= with"
                         " the one that does."
@@ -298,7 +298,7 @@ class FollowingTables:
         """Call after each optimizer step. Collective in steps with an update, otherwise local.
 
         Raises:
-            ValueError: updates of ranks are at different steps; on every rank.
+            ValueError: ranks update at different steps; on every rank.
             RuntimeError: an update is due while batches of the one before are in flight: ``every``
                 is too small for this pipeline.
         """
@@ -320,9 +320,9 @@ class FollowingTables:
                     f"Step {self.steps} needs an update, but batches of the previous update are"
                     f" still in flight: use every >= {self._admits_at - self.steps + self.every}."
                 )
+            has_loaded = holders != self._known_holders
             # A model's state has reservations if it was saved with batches in flight. Without the
             # state of the slots no step admits them.
-            has_loaded = holders != self._known_holders
             self._admit()
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
         ahead = max(table.ids.ahead for table in self._tables)

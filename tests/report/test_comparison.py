@@ -330,9 +330,17 @@ def test_the_verdict_compares_the_same_seeds(tmp_path: Path) -> None:
     add_artifact(tmp_path / "touched", tmp_path / "int4", auc=0.6991)
     names = [f"dense {seed}" for seed in range(3)]
     said = verdict(read_run(*[tmp_path / name for name in (*names, "touched")]))
+    goal = "0.002 of the baseline with the same seeds (AUC 0.7016, mean of 3 seeds from 0.6990"
     assert said.startswith(
-        "Serve touched, int4 (1.95 KiB, 5.7% of dense, AUC 0.6991), the smallest"
+        f"Serve touched, int4 (1.95 KiB, 5.7% of dense, AUC 0.6991), the smallest within {goal}"
     )
+    # A seed without a baseline is compared with their mean, in any order of the runs.
+    with RunLog(tmp_path / "other", config={"seed": 7}) as held:
+        held.step(0, test_auc=0.699)
+    add_artifact(tmp_path / "other", tmp_path / "int4", auc=0.701)
+    for order in (names, names[::-1]):
+        said = verdict(read_run(*[tmp_path / name for name in (*order, "other")]))
+        assert said.startswith("Serve other, int4")
 
 
 def test_a_delta_is_against_the_same_seed(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def test_kept_rows_become_slots(world: int, name: str) -> None:
     for run in (small, live):
         run.train(3)
     if (world, name) == (4, "row_wise"):
-        with pytest.raises(ValueError, match=r"'tiny' keeps 3 rows, too few .*: keep 4, or shard"):
+        with pytest.raises(
+            ValueError, match=r"'tiny' keeps 3 rows, too few .*: keep at least 4, or shard"
+        ):
             live.compact(follow=True)
         live.train(1)
         return

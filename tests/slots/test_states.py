@@ -65,6 +65,25 @@ def test_the_state_of_the_model_alone() -> None:
     assert min(result(built)["item"][0]) >= 0
 
 
+@on_ranks(2)
+def test_the_state_of_the_model_alone_before_new_holders_are_admitted() -> None:
+    built = build(2, "row_wise")
+    begin = copy.deepcopy(built.model.state_dict())
+    slots = FollowingTables(built.model, built.optimizer, every=3)
+    train(built, slots, range(2), 2)
+    loss, _ = built.model(batch(2, 2))
+    loss.backward()
+    in_flight = batch(3, 2)
+    built.model.module.tables.following_ids(in_flight)
+    slots.step()
+    assert min(result(built)["item"][0]) < -1
+    built.model.load_state_dict(begin)
+    for _ in range(3):
+        slots.step()
+    # The same batch is in flight: slots are reserved.
+    assert max(result(built)["item"][0]) < -1
+
+
 @on_ranks(1)
 def test_holders_of_another_table_are_refused() -> None:
     built = build(1, "row_wise")
