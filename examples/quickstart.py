@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import warnings
 
 import torch
@@ -11,7 +12,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse import sparsify
+from dist_sparse import export, load_served, sparsify
 
 logging.disable(logging.WARNING)  # TorchRec's notices about its own internals
 warnings.simplefilter("ignore", FutureWarning)
@@ -53,4 +54,12 @@ for table in sparse.sparsifier.table_stats():  # collective: every rank must cal
     if dist.get_rank() == 0:
         removed, rows = table.removed_blocks, table.blocks
         print(f"{table.name} ({table.sharding}): {removed} of {rows} rows removed")
+
+if dist.get_rank() == 0:
+    shutil.rmtree("quickstart_served", ignore_errors=True)  # of an earlier run
+artifact = export(model, sparse, "quickstart_served", dtype="int4")  # collective, too
+if dist.get_rank() == 0:
+    served = load_served(artifact)  # unsharded, in any process
+    shapes = {name: tuple(rows.shape) for name, rows in served(batch).to_dict().items()}
+    print("served:", shapes)
 dist.destroy_process_group()

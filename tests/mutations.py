@@ -129,7 +129,7 @@ MUTATIONS = [
     M("compaction/following.py", "torch.where(inside == flat, found, UNKNOWN)", "found", "tests/slots/test_parts.py"),
     M("compaction/following.py", "                del self._in_flight[: place + 1]\n", "                del self._in_flight[place]\n", "tests/slots/test_training.py -k dropped"),
     M("slots/selection.py", "left -= group.all_gather(num_tied)[: group.rank].sum(0)", "left -= 0", "tests/slots/test_sharded.py -k slots_rows"),
-    M("slots/tables.py", "            has_loaded = holders != self._known_holders\n", "            has_loaded = False\n", "tests/slots/test_states.py -k alone"),
+    M("slots/tables.py", "        has_loaded = holders != self._known_holders\n", "        has_loaded = False\n", "tests/slots/test_states.py -k alone"),
     M("slots/tables.py", "not (is_frozen or self._steppers.steps(stored.parameters[table.name]))", "optimizer is None", "tests/slots/test_states.py -k plain"),
     M("compaction/following.py", "(state.dtype, state.shape) == (own.dtype, own.shape)", "state.dtype == own.dtype", "tests/slots/test_states.py -k another_table"),
     M("codes/quantize.py", "            is_empty = ~books.flatten(1).any(1)\n", "            is_empty = torch.tensor([not self._is_fitted])\n", "tests/codes/test_quantize.py -k zero_at_the_first"),

@@ -318,6 +318,9 @@ def _decode_module(shard: CodedShard, module: nn.Module, args: Any, kwargs: Any,
     if isinstance(module, nn.EmbeddingBag):
         arguments.update(mode=module.mode, include_last_offset=module.include_last_offset)
         places = torch.arange(len(rows), device=rows.device).view(ids.shape)
+        if (weights := arguments.get("per_sample_weights")) is not None:
+            # A float64 table has float64 weights; decoded rows are float32.
+            arguments["per_sample_weights"] = weights.to(rows.dtype)
         rows = F.embedding_bag(places, rows, **arguments)
     return rows
 

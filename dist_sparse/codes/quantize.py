@@ -7,7 +7,6 @@ recomputed from a checkpoint's weights, and the checkpoint holds them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
@@ -130,7 +129,7 @@ def quantize(
         _refuse_masks(sparsifier, groups, located)
         _refuse_coded([located[name] for name in groups])
         # Codes need no optimizer. Iterating refuses anything else, which must be a mistake.
-        deque(leaves(optimizer))
+        list(leaves(optimizer))
         facts["begin, end, every"] = asdict(schedule)
         facts["codes, commitment, sparse"] = [groups, factor, sparse is not None]
     handle = CodedTraining(source, groups, schedule, factor, sparsifier)
@@ -188,7 +187,8 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
 
         Raises:
             ValueError: weights are not finite or beyond float16, shards cut a group of columns, or
-                a table was compacted; on every rank, and nothing has changed.
+                a table was compacted; on every rank, and nothing has changed. Or a rank failed
+                while it assigned codes, out of memory for example: resume from a checkpoint.
             RuntimeError: the handle is detached.
         """
         hooks = self._live_hooks()
@@ -352,24 +352,25 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
                 _refuse_range(shard)
             tables = self.located()
         for data in tables:
-            group, name = group_over(data.ranks), data.name
+            ranks, name = group_over(data.ranks), data.name
             books = self.books[name]
             if self._is_fitted:
-                books = refit_books(data, group, books, hooks.coded[name])
+                books = refit_books(data, ranks, books, hooks.coded[name])
             # All at first. Later, groups of columns that were zero until now: a refit would keep
             # their entries at zero.
             is_empty = ~books.flatten(1).any(1)
             if is_empty.any():
                 # Every rank learns from the same sample, so no books are sent.
-                learned = learn_books(sample_rows(data, group), self._groups[name])
+                learned = learn_books(sample_rows(data, ranks), self._groups[name])
                 books = torch.where(is_empty[:, None, None], learned, books)
             self.books[name] = books
         self._is_fitted = True
-        self.attach()
+        with world_group().agreeing("step(), assigning codes"):
+            self.attach()
 
 
 def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]:
-    """Return the codes of a row, by table."""
+    """Return the number of codes in a row, by table; each stands for a group of columns."""
     by_name = codes if isinstance(codes, Mapping) else dict.fromkeys(located, codes)
     if not by_name or not by_name.keys() <= located.keys():
         raise ValueError(f"Invalid {codes=}: must name some of the tables {sorted(located)}.")
@@ -406,6 +407,8 @@ def _refuse_masks(
 ) -> None:
     """Refuse masks of parts of rows, because a decoded row would not be zero there, and masks of
     other sparsifiers, because their removed rows would not be zero."""
+    unknown = set(sparsifier.masks.tables.names).difference(located)
+    refuse({f"Tables {unknown} of sparse are not in this model: quantize the whole one.": unknown})
     for name in groups:
         weights = [(name, weight) for _, weight in located[name].shards]
         refuse_masked(

@@ -1,16 +1,17 @@
 """`compact()` replaces the tables of a sparsified model by tables of their kept rows or columns.
 `expand()` is the inverse: it replaces compact tables by whole ones.
 
-Both have three phases. :meth:`~dist_sparse.compaction.replacing.Rebuild.replace` does the second
-and third for both. All ranks must succeed in one part of a phase before any begins the next:
+Both have three phases. All ranks must succeed in one part of a phase before any begins the next:
 
 1. Check which rows and columns are kept, and whether all tables can be replaced. Nothing changes.
-2. Build: new modules replace the old ones in the user's module; weights and optimizer state of
-   kept rows are moved bit for bit, table by table. A failure is undone.
-3. Release: optimizers get the new parameters, and the old tables are freed. This can't be undone.
+2. Build: new modules are made here. :meth:`~dist_sparse.compaction.replacing.Rebuild.replace` puts
+   them in the place of the old ones, and moves weights and optimizer state of kept rows bit for
+   bit, table by table. A failure is undone.
+3. Release, by the same method: optimizers get the new parameters, and the old tables are freed.
+   This can't be undone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -104,13 +105,12 @@ def compact(
     # 1. Check. Arguments are compared over the world first: counting rows communicates over the
     # groups of the tables, where ranks with different arguments would wait for each other.
     with world.agreeing("compact()") as facts:
-        choice("removed", removed, ("zero", "default_row"))
+        default_row = choice("removed", removed, ("zero", "default_row")) == "default_row"
         refuse({f"Invalid follow={follow!r}: must be True or False.": follow not in (False, True)})
-        default_row = removed == "default_row"
         sparsifier = sparsifier_of(sparse)
         masks = sparsifier.masks
-        names = masks.plain.names
-        refuse({f"Plain data can't be compacted: {names} are no tables of a model.": names})
+        plain = masks.plain.names
+        refuse({f"Plain data can't be compacted: {plain} are no tables of a model.": plain})
         if optimizer is None:
             # An attached enforcer knows the optimizers.
             optimizer = getattr(masks.enforcer, "optimizers", None)
@@ -158,16 +158,16 @@ def _refuse_to_follow(changes: Iterable[Change], default_row: bool) -> None:
     names = set[str]()
     for change in changes:
         site = change.site
-        losing = {table for table, kept in change.kept.items() if not kept.all()}
+        shrinking = {table for table, kept in change.kept.items() if not kept.all()}
         cant = f"{site.label} can't follow its traffic"
         rules = {
             f"{cant}: it is in no sharded collection of TorchRec.": not site.is_sharded,
             f"{cant}: it loses columns.": change.widths,
             f"{cant}: it would have a default row.": default_row,
-            f"{cant}: another table has its name.": names & losing,
+            f"{cant}: another table has its name.": names & shrinking,
         }
         refuse(rules)
-        names |= losing
+        names |= shrinking
 
 
 def _counted_shards(change: Change, store: PackedStore) -> dict[str, list[Held]]:
@@ -181,8 +181,8 @@ def _counted_shards(change: Change, store: PackedStore) -> dict[str, list[Held]]
 def _widths(
     sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats], losing: set[str]
 ) -> dict[str, int]:
-    """Return the remaining columns of the rotated tables among ``losing``, a multiple of 4, as
-    FBGEMM needs."""
+    """Return the remaining columns of the rotated tables among ``losing``: a multiple of 4, as
+    FBGEMM needs, or all."""
     widths: dict[str, int] = {}
     rotation, store = sparsifier.masks.rotation, sparsifier.masks.tables
     for group in getattr(rotation, "groups", ()):
@@ -233,6 +233,8 @@ def _plan_changes(
             rows[own] &= kept[name]
         changes.append(Change(site, rows, names, widths=_site_widths(site, names, widths)))
         missing.difference_update(names.values())
+    for group in getattr(sparsifier.masks.rotation, "groups", ()):
+        _refuse_uneven(group, widths)
     rule = f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
     refuse({rule: missing})
     return changes
@@ -261,6 +263,13 @@ def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -
         # In place: finish() moves the rotations by the same widths.
         widths |= dict.fromkeys(narrower, widest)
     return {table: widths[name] for table, name in names.items() if name in widths}
+
+
+def _refuse_uneven(group: Sequence[str], widths: Mapping[str, int]) -> None:
+    """Refuse a group of rotated tables that a collection of one width would part."""
+    kept = {name: widths[name] for name in group if name in widths}
+    rule = f"Tables that are rotated together keep different columns, {kept}: give the tables of"
+    refuse({f"{rule} their EmbeddingCollection one level.": len(set(kept.values())) > 1})
 
 
 def _refuse_partial_rows(data: ShardedData, block: Block) -> None:
@@ -342,7 +351,7 @@ def expand(
     world = world_group()
     # 1. Check.
     with world.agreeing("expand()") as facts:
-        choice("initial", initial, ("zero", "init"))
+        draws = choice("initial", initial, ("zero", "init")) == "init"
         integer("seed", seed, least=0)
         rebuild = rebuild_of(model, "expand", optimizer, plan, world)
         # Compact collections that keep all rows need no change.
@@ -351,7 +360,7 @@ def expand(
         facts["tables"] = [site.label for site in sites]
         refuse({"No table of this model has lost rows, so there is nothing to expand.": not sites})
         rebuild.refuse(sites)
-        changes = [_expansion(site, initial == "init") for site in sites]
+        changes = [_expansion(site, draws) for site in sites]
 
     # 2. Build. The compact tables are still in place, so any failure leaves the model unchanged.
     with world.agreeing("expand(), building its tables"):

@@ -233,8 +233,8 @@ class LookupStats(NamedTuple):
     Args:
         lookups: all lookups.
         missed: lookups of ids without a slot.
-        unseen: the part of ``missed`` whose ids were never looked up before. Only the owner of an
-            id knows this, so it adds the number.
+        unseen: the part of ``missed`` whose ids had no count before: never looked up, or forgotten.
+            Only the owner of an id knows this, so it adds the number.
         out_of_range: lookups of ids outside ``[0, rows)``.
     """
 

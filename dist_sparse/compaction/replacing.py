@@ -502,7 +502,7 @@ class Rebuild:
                 for change in changes:
                     release_site(change.site, self._action)
                 self._release_wrapper()
-        except ValueError as fault:
+        except Exception as fault:
             # Released tables can't be restored: no rank may continue with a model that others lost.
             raise RuntimeError(
                 f"{self._action}() failed on every rank, and no model is left: resume from a"

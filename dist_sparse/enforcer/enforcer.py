@@ -446,7 +446,7 @@ class MaskEnforcer(Enforcer):
         masks, by number in the batch. Batches without registered tables get no hooks."""
         # A batch that is still in use keeps its dirty rows and its pending backwards.
         known = {hooks.module: hooks for hooks in self._batches}
-        # Compare shapes too: an empty table has the address of the next one.
+        # Compare shapes too: all empty tables have the address 0.
         by_memory = {(weight.data_ptr(), weight.shape): place for place, weight in shards.items()}
         found = {}
         for collection, batch in batches_of(collections):
@@ -520,7 +520,7 @@ class MaskEnforcer(Enforcer):
         done = sync(*args, **kwargs)
         # Torch has counted the writes of sync(), but an average of masked copies is masked.
         for batch in self._batches:
-            batch.mark_in_sync()
+            batch.note_clean_write()
         return done
 
     def _after_load(self, *_: Any) -> None:

@@ -38,9 +38,9 @@ from dist_sparse.enforcer.rows import (
     CountedLookups,
     Ends,
     KeptIds,
+    MaskedShard,
     RowFlags,
     SampledLookups,
-    Slot,
     ZeroedRows,
     add_pruned,
     flag,
@@ -121,7 +121,7 @@ _hooks_of: WeakKeyDictionary[nn.Module, WeakSet[TableBatchHooks]] = WeakKeyDicti
 class TableBatchHooks:
     """Hooks on one FBGEMM kernel, which looks up a batch of tables.
 
-    Tables are numbered as in the kernel. Unregistered ones have no slot: nothing here changes them.
+    Tables are numbered as in the kernel. Unregistered ones have no mask: nothing here changes them.
 
     Args:
         batch: the tables; its module is called with a KeyedJaggedTensor of ids that are local to
@@ -143,9 +143,9 @@ class TableBatchHooks:
         self._places: Mapping[int, Place] = {}
         # The weights and masks of registered tables, as _read_masks() found them, and what
         # identifies that state: _masks_key(), then the addresses of the weights.
-        self._slots: dict[int, Slot] = {}
-        self._slots_key: tuple[Any, ...] = ()
-        # Torch's counts of writes that the dirty rows account for.
+        self._masked: dict[int, MaskedShard] = {}
+        self._masked_key: tuple[Any, ...] = ()
+        # Torch's counts of writes when unseen ones were last marked dirty.
         self._known_writes = self._count_writes()
         views = self._batch.weights()
         device = views[0].device
@@ -154,7 +154,7 @@ class TableBatchHooks:
         has_empty = min(map(len, views)) == 0
         widths = {view.shape[1] for view in views}
         self._writes_strays = on_cpu and has_empty and len(widths) > 1
-        # On a device the host does not know the ids; it never knows the rows of stray writes.
+        # On a device the host does not know the ids; and no id names the rows of a stray write.
         self._knows_writes = on_cpu and not self._writes_strays
         self._pooled = self._batch.pooling != "none"
         # A sum does not change without rows of zeros; a mean divides by the number of ids, and a
@@ -200,7 +200,7 @@ class TableBatchHooks:
     def moved_to(self, places: Mapping[int, Place]) -> None:
         """Read the masks from other places from now on; dirty rows stay dirty."""
         self._places = places
-        self._slots_key = ()
+        self._masked_key = ()
         self._records.clear()
 
     def clean(self) -> None:
@@ -224,11 +224,11 @@ class TableBatchHooks:
 
     def mark_all(self) -> None:
         """Mark every row as dirty, after weights were written outside of a backward."""
-        self.mark_in_sync()
+        self.note_clean_write()
         self._zeroed.revived = True
 
-    def mark_in_sync(self) -> None:
-        """Account for a write that may have been in any row, and revived none."""
+    def note_clean_write(self) -> None:
+        """Account for a write to any rows that has left removed weights at zero."""
         self._known_writes = self._count_writes()
         # Readers start new records, with all rows.
         self._records.clear()
@@ -243,12 +243,12 @@ class TableBatchHooks:
             hooks._refresh()
         if reader == "scores":
             weights = {
-                table: slot.weight
-                for table, slot in self._slots.items()
-                if worth_keeping(slot.mask.rect, slot.mask.block)
+                table: shard.weight
+                for table, shard in self._masked.items()
+                if worth_keeping(shard.mask.rect, shard.mask.block)
             }
         else:
-            # An empty table has the address of the next one.
+            # All empty tables have the address 0.
             weights = {i: weight for i, weight in enumerate(self._batch.weights()) if len(weight)}
         record = self._records.get(reader, {})
         if record.keys() != weights.keys():
@@ -260,18 +260,18 @@ class TableBatchHooks:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the registered shards by name."""
         self._refresh()
-        for table, slot in self._slots.items():
-            yield self._places[table].name, slot.weight
+        for table, shard in self._masked.items():
+            yield self._places[table].name, shard.weight
 
     def states(self) -> Iterator[WeightState]:
         """Yield the registered shards and their optimizer state; FBGEMM starts all of it at 0."""
         by_table = self._batch.states()
         self._refresh()
-        for table, slot in self._slots.items():
+        for table, shard in self._masked.items():
             states: list[State] = [(state, 0.0) for state in by_table[table]]
             sums = states[0] if self._batch.is_adagrad else None
-            by_element = any(state.shape == slot.weight.shape for state, _ in states)
-            yield WeightState(self._places[table].name, *slot, states, sums, by_element)
+            by_element = any(state.shape == shard.weight.shape for state, _ in states)
+            yield WeightState(self._places[table].name, *shard, states, sums, by_element)
 
     def _begin_write(self) -> None:
         """Wait for lookups on other streams, then bring masks and weights up to date."""
@@ -294,10 +294,10 @@ class TableBatchHooks:
         were written outside of a backward."""
         writes = self._count_writes()
         key = self._masks_key(), tuple(writes)
-        if key != self._slots_key:
+        if key != self._masked_key:
             with torch.no_grad():
                 self._read_masks()
-            self._slots_key = key
+            self._masked_key = key
         # Torch has counted a write, such as a load or copy_(): it may be in any row.
         if writes != self._known_writes:
             self.mark_all()
@@ -305,14 +305,14 @@ class TableBatchHooks:
     def _read_masks(self) -> None:
         """Read masks, counts and weights again, and decide how to mask each table."""
         views = self._batch.weights()
-        before, self._slots = self._slots, {}
+        before, self._masked = self._masked, {}
         held: dict[int, Held] = {}
         for table, (name, number) in self._places.items():
             held[table] = self._store.table(name).shards[number]
-            self._slots[table] = Slot(views[table].data, held[table].mask)
+            self._masked[table] = MaskedShard(views[table].data, held[table].mask)
         # The mask update has zeroed newly removed rows: their scores have changed.
         for record in chain(*(hooks._records.values() for hooks in self._siblings)):
-            add_pruned(record, before, self._slots)
+            add_pruned(record, before, self._masked)
         self._counted.use(held)
         self._sampled.use(held)
         self._assign_tables()
@@ -331,17 +331,17 @@ class TableBatchHooks:
         *Both*, because a lookup with ids out of range drops none: its removed rows get the
         gradient 0, and such an optimizer moves them all the same.
         """
-        whole_rows = {table for table, slot in self._slots.items() if slot.whole_rows}
+        whole_rows = {table for table, shard in self._masked.items() if shard.whole_rows}
         if self._sparsifier.trains_removed or self._writes_strays:
             # Scores need the gradients of removed rows, or FBGEMM writes rows that no id names.
             whole_rows = set()
         stay_zero = whole_rows if self._batch.keeps_zeros else set()
         self._refuse_cached(stay_zero)
-        self._zeroed.use(self._slots, self._slots.keys() - stay_zero)
+        self._zeroed.use(self._masked, self._masked.keys() - stay_zero)
         by_ids = whole_rows if self._drops_ids else stay_zero
         # A table that loses no rows needs no filter.
         filtered = self._zeroed.removing.keys() & by_ids
-        kept_rows = {table: ~self._slots[table].mask.dead_rows() for table in filtered}
+        kept_rows = {table: ~self._masked[table].mask.dead_rows() for table in filtered}
         self._kept_ids = KeptIds(kept_rows, self._features)
 
     def _refuse_cached(self, stay_zero: set[int]) -> None:
@@ -350,7 +350,7 @@ class TableBatchHooks:
         Raises:
             ValueError: names them.
         """
-        cached = self._batch.cached & self._slots.keys()
+        cached = self._batch.cached & self._masked.keys()
         self._has_cached = bool(cached)
         if rest := sorted(self._places[table].name for table in cached - stay_zero):
             raise ValueError(
@@ -399,7 +399,7 @@ class TableBatchHooks:
             requested=_copied_ids(requested) if self._counted else written,
             written=written,
             # The masks that this lookup used; none if another hook has replaced the ids.
-            masks_key=self._slots_key[0] if passed is args[0] else (),
+            masks_key=self._masked_key[0] if passed is args[0] else (),
         )
         self._batch.pending.add(lookup)
         before_update = partial(self._before_update, lookup)

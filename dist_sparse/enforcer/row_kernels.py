@@ -84,17 +84,17 @@ class TritonRowCleaner:
     new one when the storage or the mask of a table is replaced.
 
     Args:
-        slots: a live shard, its mask and the flags of its rows, uint8 ``(rows,)``, for each
+        masked: a live shard, its mask and the flags of its rows, uint8 ``(rows,)``, for each
             feature, in the order of the ids; None where nothing is removed. All weights have one
             device and one dtype, as the tables of a batch have.
     """
 
-    def __init__(self, slots: Sequence[tuple[Tensor, Any, Tensor] | None]) -> None:
-        self._alive = list(filter(None, slots))
+    def __init__(self, masked: Sequence[tuple[Tensor, Any, Tensor] | None]) -> None:
+        self._alive = list(filter(None, masked))
         self.needed, self._cols = bool(self._alive), 1
         if not self.needed:
             return
-        features = [Feature() if slot is None else Feature.of(*slot) for slot in slots]
+        features = [Feature() if shard is None else Feature.of(*shard) for shard in masked]
         # A division takes many more instructions than a shift, and block sizes are nearly always
         # powers of two. One kernel is launched for all features, so all must allow the shift.
         self._shifts = all(feature.shifts for feature in features)

@@ -268,7 +268,7 @@ FLAGS_AT_A_TIME = 1 << 20
 ROW_COST = 5
 
 
-class Slot(NamedTuple):
+class MaskedShard(NamedTuple):
     """A live shard, ``(rect.rows, rect.cols)``, and its mask."""
 
     weight: Tensor
@@ -281,7 +281,7 @@ class Slot(NamedTuple):
 
 
 # The registered tables of a batch, by their number in it.
-Slots = Mapping[int, Slot]
+MaskedShards = Mapping[int, MaskedShard]
 
 
 def one_pass_is_quicker(mask: BlockMask, rows: int) -> bool:
@@ -390,7 +390,7 @@ def flag(flags: Mapping[int, RowFlags], features: Sequence[int], ids: Tensor, en
         flags[table].add_ids(ids[span])
 
 
-def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> None:
+def add_pruned(flags: Mapping[int, RowFlags], before: MaskedShards, after: MaskedShards) -> None:
     """Add the rows that a mask update has zeroed: rows with blocks that the masks before keep and
     the masks after remove."""
     # Nothing is added for blocks that come back: their weights are still 0, and scored as 0.
@@ -413,12 +413,12 @@ class HostRowCleaner:
     device without Triton, where the host waits for the ends.
 
     Args:
-        slots: the tables that lose weights.
+        masked: the tables that lose weights.
         flags: the dirty rows of each of these tables.
         features: for each feature the number of its table.
     """
 
-    slots: Slots
+    masked: MaskedShards
     flags: Mapping[int, RowFlags]
     features: Sequence[int]
 
@@ -428,8 +428,8 @@ class HostRowCleaner:
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
         """Clean the flagged rows that a lookup names."""
-        for table, span in ids_of_tables(self.slots, self.features, ends):
-            weight, mask = self.slots[table]
+        for table, span in ids_of_tables(self.masked, self.features, ends):
+            weight, mask = self.masked[table]
             if one_pass_is_quicker(mask, ids[span].numel()):
                 mask.apply_(weight)
             else:
@@ -438,7 +438,7 @@ class HostRowCleaner:
 
     def clean(self) -> None:
         """Clean all flagged rows. They stay flagged."""
-        for table, (weight, mask) in self.slots.items():
+        for table, (weight, mask) in self.masked.items():
             for rows in self.flags[table].parts():
                 zero_rows(weight, mask, rows)
 
@@ -461,27 +461,27 @@ class ZeroedRows:
     def __init__(self, features: Sequence[int], device: torch.device) -> None:
         self._features = features
         self._device = device
-        self.removing: Slots = {}
+        self.removing: MaskedShards = {}
         self._flags: dict[int, RowFlags] = {}
         self._cleaner: Any = None
         self.any_dirty = self.revived = False
 
-    def use(self, slots: Slots, watched: Set[int]) -> None:
+    def use(self, masked: MaskedShards, watched: Set[int]) -> None:
         """Take new masks.
 
         Args:
-            slots: of all registered tables.
+            masked: of all registered tables.
             watched: the tables whose rows are flagged and cleaned, if their masks remove anything.
                 In all other tables removed rows stay zero by themselves.
         """
-        self.removing = {table: slot for table, slot in slots.items() if slot.mask.removes}
+        self.removing = {table: shard for table, shard in masked.items() if shard.mask.removes}
         cleaned = {table: self.removing[table] for table in self.removing.keys() & watched}
         if self._flags.keys() != cleaned.keys():
             # The old flags are dropped: any row may be dirty.
             self.revived |= self.any_dirty
             self.any_dirty = False
             self._flags = {
-                table: RowFlags(len(slot.weight), self._device) for table, slot in cleaned.items()
+                table: RowFlags(len(shard.weight), self._device) for table, shard in cleaned.items()
             }
         if kernels_on(self._device) is None:
             self._cleaner = HostRowCleaner(cleaned, self._flags, self._features)
@@ -489,7 +489,7 @@ class ZeroedRows:
             # Not above: it imports Triton.
             from dist_sparse.enforcer.row_kernels import TritonRowCleaner
 
-            found = {table: (*slot, self._flags[table].flags) for table, slot in cleaned.items()}
+            found = {table: (*shard, self._flags[table].flags) for table, shard in cleaned.items()}
             self._cleaner = TritonRowCleaner(list(map(found.get, self._features)))
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
@@ -512,7 +512,7 @@ class ZeroedRows:
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
-        prune((slot.mask, slot.weight, None) for slot in self.removing.values())
+        prune((shard.mask, shard.weight, None) for shard in self.removing.values())
         self._clear_flags()
         self.revived = False
 

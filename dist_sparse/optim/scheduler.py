@@ -17,11 +17,10 @@ model know each other as *peers*.
 from __future__ import annotations
 
 import abc
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -181,7 +180,7 @@ class OptimScheduler(abc.ABC):
         """Return the schedule's part of ``repr``."""
         return ""
 
-    @contextlib.contextmanager
+    @contextmanager
     def forward_context(self, step_num: int, epoch_num: int = 1) -> Iterator[None]:
         """Run a step's forward and losses in this context, for all OptimSchedulers of the model.
 
@@ -266,7 +265,7 @@ class OptimScheduler(abc.ABC):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`. Collective if there is a sparsifier. A state of a run with
-        AMP can be loaded into one without, and vice versa; the scale keeps its initial value then.
+        AMP can be loaded into one without, and vice versa; the scale keeps its value then.
 
         Raises:
             ValueError: a part is missing or does not fit, or ranks load different steps. With a
@@ -284,15 +283,19 @@ class OptimScheduler(abc.ABC):
                 # torch raises many kinds of errors for a state that does not fit.
                 text = f"The state does not fit: {type(error).__name__}: {error}."
                 raise ValueError(text) from error
-        # Nothing may change until all parts are checked on all ranks. In this order: check the
-        # schedule; load the sparsifier, which checks before it changes anything; then commit what
-        # can't fail any more.
+        # Nothing may change until all parts are checked on all ranks.
         commit: Callable[[], object] | None = None
         scheduler = self.data_scheduler
         if isinstance(scheduler, ReadyDataScheduler):
             _, commit = scheduler.prepare_load(state_dict["data_scheduler"])
         if self.data_sparsifier is not None:
-            self.data_sparsifier.load_state_dict(state_dict["data_sparsifier"])
+            # Over the world: where no table is held by all ranks, an error of one would not reach
+            # the others.
+            with group.agreeing("load_state_dict() of an OptimScheduler"):
+                commit_masks = self.data_sparsifier.prepare_state_dict(
+                    state_dict["data_sparsifier"]
+                )
+            commit_masks()
         if commit is not None:
             commit()
         elif scheduler is not None:

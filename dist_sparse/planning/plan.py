@@ -217,6 +217,9 @@ def plan(
         else:
             tables = _parse_shapes(model)
         groups = _rotated_groups(rotate, tables)
+        checks.refuse(
+            {"The tables have no rows: there is nothing to plan.": not dense_bytes(tables)}
+        )
         # Ranks that plan for different tables or budgets would recommend different candidates.
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate"] = [limit, groups]
@@ -299,6 +302,7 @@ def _recommend(choices: Choices, candidates: Iterable[Choice]) -> tuple[tuple[Ch
     # Columns must be removed, by rotation or by training narrow tables; the data sets disagree
     # here too. Where nothing is rotated, `narrow` and `small` are the same.
     narrower = tuple(dict.fromkeys(narrow + small))
+    # By `kind`, whatever fits of it: codes and int4 by column may fit where int4 does not.
     headerless = _without_headers(choices.tables, fitting, kind)
     reasons = []
     if narrower:
@@ -430,8 +434,8 @@ def _code_lines(candidate: Candidate, tables: Sequence[TableShape]) -> list[str]
         lines += _sparsify_lines(few, level, 'block="col"', f"rotate={groups}")
         lines += [
             "model = compact(model, sparse)",
-            "# then train on; tables with a fused optimizer have another one now. If an",
-            '# optimizer keeps a number for each weight, add optimizer_state="reset"',
+            "# then train on; a sharded model has a new model.fused_optimizer. With Adam,",
+            '# which has state for each weight, add optimizer_state="reset"',
         ]
     elif candidate.columns < 1:
         widths = dict.fromkeys(str(candidate.shape(table)[1]) for table in tables)
@@ -493,9 +497,10 @@ def untouched_rows(
 ) -> dict[str, int]:
     """Return how many rows no gradient has reached, by table, for tables that Adagrad steps.
 
-    Collective over the world. Adagrad's sums of squares never shrink, so a sum with its initial
-    value is a row that no batch has looked up. A table without any other row is left out: it was
-    not trained, or its weights were loaded without the sums.
+    Collective over the world. Adagrad's sums of squares never shrink, so a sum of 0 is a row that
+    no batch has looked up, or only with gradients of 0. A table without any other row is left out:
+    it was not trained, or its weights were loaded without the sums. So is a table whose sums begin
+    above 0, where they absorb small gradients.
 
     Args:
         model: holds the tables, and the optimizers of fused ones.
@@ -518,14 +523,17 @@ def untouched_rows(
         if world.rank in ranks and data.name not in unknown:
             by_ranks[ranks].append(data)
     counts: dict[str, int] = {}
-    # All ranks use one order, or groups that overlap would wait for each other.
-    for ranks in sorted(by_ranks):
-        touched = gather_rows(by_ranks[ranks], partial(_touched_flags, sums), _reported_rects)
-        for name, flags in touched.items():
-            # If no row was touched, the sums carry no information.
-            if flags.any():
-                counts[name] = int((~flags).sum())
-    # The ranks that hold a table have counted the same.
+    # Over the world, because a table of a few ranks reports errors to these alone.
+    with world.agreeing("plan(), counting rows"):
+        # All ranks use one order, or groups that overlap would wait for each other.
+        for ranks in sorted(by_ranks):
+            touched = gather_rows(by_ranks[ranks], partial(_touched_flags, sums), _reported_rects)
+            for name, flags in touched.items():
+                # If no row was touched, the sums carry no information.
+                if flags.any():
+                    counts[name] = int((~flags).sum())
+    # Ranks that share a table have counted the same. Of a model that is not wrapped, each rank has
+    # counted its own copy: the first one's counts.
     return dict(ChainMap(*world.all_gather_json(counts)))
 
 
@@ -540,7 +548,7 @@ def _optimizer_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
             # A shard is a view of its parameter: only their memory shows that they belong together.
             for index in indices_of(weight):
                 state = sums_of(leaf, parameters[index], weight)
-                if state is not None:
+                if state is not None and state[1] == 0:
                     sums[weight.data_ptr()] = state
     return sums
 
@@ -563,10 +571,10 @@ def _reported_rects(data: ShardedData, rank: int) -> Sequence[Rect]:
 
 
 def _touched_flags(sums: Sums, data: ShardedData, rect: Rect) -> Tensor:
-    """Return flags of the rows of a shard whose sum of squares has left its initial value: bool
-    ``(rect.rows,)`` on the CPU."""
+    """Return flags of the rows of a shard whose sum of squares is not 0: bool ``(rect.rows,)`` on
+    the CPU."""
     if not rect.numel:
         return torch.zeros(rect.rows, dtype=torch.bool)
     weight = dict(data.shards)[rect]
-    total, initial = sums[weight.data_ptr()]
-    return (total.reshape(rect.rows, -1) != initial).any(1).cpu()
+    total, _ = sums[weight.data_ptr()]
+    return total.reshape(rect.rows, -1).any(1).cpu()

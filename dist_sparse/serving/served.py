@@ -550,7 +550,7 @@ def load_served(
         tensor([[3., 4.],
                 [6., 8.]])
     """
-    choice("unknown", unknown, get_args(UnknownIds))
+    unknown_ids: Any = choice("unknown", unknown, get_args(UnknownIds))
     fbgemm = fbgemm and kernels.available()
     folders = folders_of("path", path)
     refuse({f"Invalid path={path!r}: must name the folder of an artifact first.": not folders})
@@ -558,7 +558,7 @@ def load_served(
     collections = {}
     for collection in artifact.manifest.collections:
         tables = _load_tables(artifact, collection)
-        lookup = _LOOKUP_CLASSES[collection.kind](tables, collection, fbgemm, unknown)
+        lookup = _LOOKUP_CLASSES[collection.kind](tables, collection, fbgemm, unknown_ids)
         collections[collection.path] = Served(artifact.manifest, collection, lookup)
     for delta in folders[1:]:
         for served in collections.values():

@@ -113,7 +113,7 @@ class LookupCounts:
             weight: the number that one lookup adds to a count.
         """
         places = ids.long() - self.first
-        added = times.long().mul_(weight).add_(self.counts[places])
+        added = times.long().mul(weight).add_(self.counts[places])
         self.counts[places] = added.clamp_(max=MOST).int()
         if self._touched is not None:
             self._touched.append(places.int())

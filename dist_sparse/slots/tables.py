@@ -142,9 +142,8 @@ class _Table:
         """
         new_ids = [self.new_ids]
         for ids, times in arrived:
-            # An id counts as new until the next update, even if several ranks send it or summary()
-            # has already counted it. So counts are added below, after the ids of all ranks were
-            # compared with them.
+            # Compare the ids of all ranks with the old counts first: an id that several ranks send,
+            # or that summary() has already counted, is new until the next update.
             is_new = (self.counts.of(ids.long()) == 0) | torch.isin(ids.long(), self.new_ids)
             is_new &= ~self.have_slots(ids)
             self.lookup_stats.add_(torch.tensor(LookupStats(unseen=int(times[is_new].sum()))))
@@ -159,8 +158,7 @@ class _Table:
         self.new_ids = self.new_ids[:0]
 
     def count_without_slot(self) -> tuple[int, int]:
-        """Return how many owned ids were looked up but hold no slot, and how many were never looked
-        up."""
+        """Return how many owned ids have a count but no slot, and how many have no count."""
         seen = int(self.counts.counts.count_nonzero())
         with_slot = int(self.counts.of(self.owned_holders()).count_nonzero())
         return seen - with_slot, self.counts.last - self.counts.first - seen
@@ -178,7 +176,7 @@ class _Table:
 
 # The FollowingTables of each collection, while it exists. A second one would take a part of the
 # lookups, and move slots by them.
-_movers: Any = weakref.WeakValueDictionary()
+_owner_of: Any = weakref.WeakValueDictionary()
 
 
 class FollowingTables:
@@ -263,6 +261,7 @@ class FollowingTables:
             # This raises now for tables that write() could not initialize later.
             for table in self._tables:
                 stored = table.stored(self._steppers)
+                # A table with hyperparameters here has a fused optimizer.
                 if not stored.weights(table.name) or table.name in stored.hyperparameters:
                     continue
                 # () and [] say that nothing steps it.
@@ -287,7 +286,7 @@ class FollowingTables:
         self._known_holders: list[int] = []
         # The step that admits the reserved ids; -1 if no slot is reserved.
         self._admits_at = -1
-        _movers.update(dict.fromkeys(collections, self))
+        _owner_of.update(dict.fromkeys(collections, self))
         # Lookups from before, which compact() has carried over, decide on slots, and belong to no
         # interval between updates.
         self._exchange_lookups()
@@ -298,9 +297,8 @@ class FollowingTables:
         """Call after each optimizer step. Collective in steps with an update, otherwise local.
 
         Raises:
-            ValueError: ranks update at different steps; on every rank.
-            RuntimeError: an update is due while batches of the one before are in flight: ``every``
-                is too small for this pipeline.
+            ValueError: ranks update at different steps; or an update is due while batches of the
+                one before are in flight: ``every`` is too small for this pipeline. On every rank.
         """
         self.steps += 1
         if 0 <= self._admits_at <= self.steps:
@@ -316,13 +314,14 @@ class FollowingTables:
             holders = self._holders()
             facts.update(steps=self.steps, holders=holders)
             if self._admits_at >= 0:
-                raise RuntimeError(
+                raise ValueError(
                     f"Step {self.steps} needs an update, but batches of the previous update are"
                     f" still in flight: use every >= {self._admits_at - self.steps + self.every}."
                 )
-            has_loaded = holders != self._known_holders
-            # A model's state has reservations if it was saved with batches in flight. Without the
-            # state of the slots no step admits them.
+        has_loaded = holders != self._known_holders
+        # A model's state has reservations if it was saved with batches in flight. Without the state
+        # of the slots no step admits them.
+        with self._group.agreeing("step(), admitting ids"):
             self._admit()
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
         ahead = max(table.ids.ahead for table in self._tables)
@@ -493,8 +492,8 @@ class FollowingTables:
             rules[f"The state has no counts of the tables {sorted(absent)}."] = absent
             checks.refuse(rules)
             step = checks.integer("step", state_dict.get("step"), least=0)
-            # A later admission would miss the next update.
-            last = step + self.every
+            # A later admission would come after the next update.
+            last = step - step % self.every + self.every
             admits_at = checks.integer(
                 "admits_at", state_dict.get("admits_at"), least=-1, most=last
             )
@@ -571,7 +570,7 @@ def _find_tables(
                         not inner.is_sharded
                     ),
                     "Another FollowingTables has this model: delete it first.": (
-                        collection in _movers
+                        collection in _owner_of
                     ),
                     f"Two following tables have the name {name!r}.": name in tables,
                     f"Table {name!r} has {rows[name]} rows, too few for all of its ranks to have"
@@ -616,12 +615,16 @@ def _protected_ids(index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
     """
     # torch raises one of these for None, a set, text or uneven lists.
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        if not len(ids):
+            return torch.zeros(0, dtype=torch.int64)
         given = torch.as_tensor(ids)
+        # A TypeError for float and bool: float32 would take 16,777,217 for 16,777,216.
+        torch.iinfo(given.dtype)
         distinct = torch.unique(given)
         # A narrow dtype can't hold the bound.
         wide: Tensor = distinct.long()
         fits = (wide >= 0) & (wide < index.rows) & (wide == distinct)
-        if fits.all() and len(wide) <= index.stored and given.dtype != torch.bool:
+        if fits.all() and len(wide) <= index.stored:
             return wide
     raise ValueError(
         f"Invalid protect_ids of table {index.table!r}: must be at most {index.stored} distinct ids"

@@ -166,7 +166,7 @@ class ImportanceSparsifier(DataNormSparsifier):
 
     def score_tables(self, located: Located, configs: Configs) -> dict[str, ScoredTable]:
         # Before anything is scored: score() gets some rows, and can't locate their totals.
-        self._totals = self.look_up(located)
+        self.look_up(located)
         return super().score_tables(located, configs)
 
     def step(self) -> None:
@@ -213,8 +213,11 @@ class ImportanceSparsifier(DataNormSparsifier):
             super()._check_untouched(data, block)
         level = f"Table {data.name!r}: the level 'untouched'"
         row = (1, data.shape[1])
+        initial = max((totals.initial for totals in self._totals.get(data.name, ())), default=0)
         checks.refuse(
             {
+                f"{level} needs sums of Adagrad that begin at 0, not {initial:g}: float32 would not"
+                " show a small gradient.": initial,
                 f"{level} removes whole rows: the block must be 'row', not {block}.": block != row,
                 f"{level} needs all lookups, and decay={self.decay} forgets old ones.": (
                     self.decay < 1
@@ -239,14 +242,15 @@ class ImportanceSparsifier(DataNormSparsifier):
                 unknown.append(name)
         return unknown
 
-    def look_up(self, located: Located) -> dict[str, list[RowTotals]]:
-        """Return lookups or sums of the rows of this rank's shards. Local.
+    def look_up(self, located: Located) -> None:
+        """Find lookups or sums of the rows of this rank's shards, for the next step. Local.
 
         Raises:
             ValueError: the score of a table is not known on this rank; names it.
         """
+        self._totals = {}
         if self.scored_by == "norm":
-            return {}
+            return
         # Call it for "frequency" too: it raises without an enforcer, which counts the lookups.
         sums = self.sums()
         if unknown := self.unknown_tables(located):
@@ -256,22 +260,20 @@ class ImportanceSparsifier(DataNormSparsifier):
                 " level='untouched' needs a record of lookups: Adagrad, or a fused optimizer with"
                 " score='frequency'."
             )
-        totals = {}
         for name, data in located.items():
             if self.scored_by == "frequency":
                 # A lookup reads a whole row. Each element gets its share, so that rows of tables of
                 # different width compare by bytes.
                 counts = self.masks.tables.table(name).counts
                 width = data.shape[1]
-                totals[name] = [
+                self._totals[name] = [
                     RowTotals(rect, count, share=width, most=MOST_COUNTED)
                     for rect, count in counts.items()
                 ]
             else:
-                totals[name] = [
+                self._totals[name] = [
                     RowTotals(rect, *sums[weights.data_ptr()]) for rect, weights in data.shards
                 ]
-        return totals
 
     def sums(self) -> Mapping[int, tuple[Tensor, float]]:
         """Return the squared gradients that Adagrad has summed, and their initial value, by the

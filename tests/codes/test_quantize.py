@@ -16,7 +16,7 @@ from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig
 
 import dist_sparse.codes.books as books_module
 import dist_sparse.codes.quantize as quantize_module
-from dist_sparse import compact, export, load_served, quantize, sparsify
+from dist_sparse import DataNormSparsifier, compact, export, load_served, quantize, sparsify
 from dist_sparse.codes.books import grid_scales, round_to_grid
 
 
@@ -326,6 +326,25 @@ def test_what_is_served_has_the_bits_of_the_forward(
     ids = torch.arange(40).view(8, 5)
     export(model, handle, tmp_path / "served", dtype="codes")
     assert torch.equal(load_served(tmp_path / "served")(ids).to(dtype), model(ids))
+
+
+def test_weights_of_float64_lookups() -> None:
+    model = table(mode="sum", dtype=torch.float64)
+    handle = quantize(model, sgd(model), codes=2, begin=0)
+    handle.step()
+    ids, weights = torch.arange(40).view(8, 5), torch.rand(8, 5, dtype=torch.float64)
+    rows = decoded(handle)[ids].double()
+    wanted = (rows * weights.float().unsqueeze(2)).sum(1)
+    torch.testing.assert_close(model(ids, per_sample_weights=weights), wanted)
+
+
+def test_masks_of_a_part_of_the_model_are_refused() -> None:
+    """By the names there, no mask would be found here."""
+    model = nn.ModuleDict({"t": table()})
+    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4))
+    sparsifier.add_model(model["t"])
+    with pytest.raises(ValueError, match=r"Tables \{'weight'\} of sparse are not in this model"):
+        quantize(model, sgd(model), codes=2, begin=0, sparse=sparsifier)
 
 
 def test_what_can_not_be_attached_again_stays_attached() -> None:

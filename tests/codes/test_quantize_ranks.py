@@ -28,7 +28,14 @@ from tests.serving.stored import crcs
 CELLS = {
     1: ("row_wise",),
     2: ("table_wise", "row_wise", "column_wise_uneven", "data_parallel", "ec_row_wise", "mixed"),
-    4: ("row_wise", "column_wise", "grid_shard", "row_wise_dense_kernel"),
+    4: (
+        "row_wise",
+        "column_wise",
+        "grid_shard",
+        "row_wise_dense_kernel",
+        "table_row_wise",
+        "table_column_wise",
+    ),
 }
 # Six seconds each: two of them in the quick tests.
 QUICK = {(2, "column_wise_uneven"), (4, "grid_shard")}

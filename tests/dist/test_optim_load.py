@@ -73,6 +73,23 @@ def test_a_part_that_one_rank_refuses_changes_no_rank(wrong: str) -> None:
 
 
 @on_ranks(WORLD)
+def test_masks_of_plain_data_that_one_rank_refuses_change_no_rank() -> None:
+    """No table has a group of ranks in which they would agree."""
+    model = Net()
+    sparsifier = DataNormSparsifier([("w", model.over.weight)], sparse_block_shape=(1, 1))
+    sparsifier.step()
+    parts: dict[str, Any] = {"data_sparsifier": sparsifier}
+    scheduler = Steady("SGD", {"lr": 0.1}, model, distributed=False, use_amp=False, **parts)
+    state = copy.deepcopy(scheduler.state_dict())
+    state["optimizer"]["param_groups"][0]["lr"] = 0.7
+    if dist.get_rank() == 1:
+        del state["data_sparsifier"]["state"]["w"]["mask"]
+    with pytest.raises(ValueError, match="rank 1: RuntimeError"):
+        scheduler.load_state_dict(state)
+    assert scheduler.optimizer.param_groups[0]["lr"] == 0.1
+
+
+@on_ranks(WORLD)
 def test_a_load_that_fits_restores_every_part() -> None:
     saved, scheduler = trained(5), trained(2)
     scheduler.model.load_state_dict(saved.model.state_dict())

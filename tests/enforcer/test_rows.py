@@ -22,8 +22,8 @@ from dist_sparse.enforcer import rows as rows_module
 from dist_sparse.enforcer.dense import State, WeightState
 from dist_sparse.enforcer.rows import (
     CountedLookups,
+    MaskedShard,
     RowFlags,
-    Slot,
     ZeroedRows,
     flag,
     in_table,
@@ -41,7 +41,7 @@ ODD_VALUES = (torch.nan, -torch.nan, -0.0, torch.inf, -torch.inf)
 
 
 @st.composite
-def shards(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES) -> Slot:
+def shards(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES) -> MaskedShard:
     """A shard anywhere in its table, cutting blocks or not, in memory of its own or amid other
     values."""
     row, col = (
@@ -78,7 +78,7 @@ def shards(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES) -> Slot:
     for value in ODD_VALUES:
         whole[torch.rand_like(whole) < 0.08] = value
     whole = whole.to(draw(st.sampled_from(dtypes)))
-    return Slot(
+    return MaskedShard(
         whole[around : around + rect.rows, around : around + rect.cols],
         BlockMask(rect, block, pack(kept)),
     )
@@ -106,7 +106,7 @@ def words(tensor: Tensor) -> Tensor:
     return whole.detach().clone().view(INTS[whole.element_size()])
 
 
-def expected(slot: Slot, rows: Sequence[int]) -> Tensor:
+def expected(slot: MaskedShard, rows: Sequence[int]) -> Tensor:
     """What :func:`words` should be once these rows are clean."""
     weight = slot.weight.clone() if slot.weight._base is None else slot.weight._base.clone()
     around = (weight.shape[0] - slot.mask.rect.rows) // 2
@@ -125,7 +125,7 @@ def of_table(ids: Sequence[int], rows: int) -> list[int]:
 class TestSettleRows:
     @settings(max_examples=250, deadline=None)
     @given(shards(), st.data())
-    def test_by_definition(self, slot: Slot, data: st.DataObject) -> None:
+    def test_by_definition(self, slot: MaskedShard, data: st.DataObject) -> None:
         rows = data.draw(st.lists(st.integers(0, slot.mask.rect.rows - 1), max_size=50))
         want = expected(slot, rows)
         zero_rows(slot.weight, slot.mask, torch.tensor(rows, dtype=torch.int64))
@@ -133,7 +133,7 @@ class TestSettleRows:
 
     @settings(max_examples=60, deadline=None)
     @given(shards(), st.data())
-    def test_in_several_parts(self, slot: Slot, data: st.DataObject) -> None:
+    def test_in_several_parts(self, slot: MaskedShard, data: st.DataObject) -> None:
         """Gathered a few rows at a time, as large batches are."""
         rows = data.draw(st.lists(st.integers(0, slot.mask.rect.rows - 1), max_size=50))
         want = expected(slot, rows)
@@ -144,7 +144,7 @@ class TestSettleRows:
 
     @settings(max_examples=60, deadline=None)
     @given(shards(), st.data())
-    def test_as_on_a_device(self, slot: Slot, data: st.DataObject) -> None:
+    def test_as_on_a_device(self, slot: MaskedShard, data: st.DataObject) -> None:
         """Without waiting for the number of removed rows."""
         rows = data.draw(st.lists(st.integers(0, slot.mask.rect.rows - 1), max_size=50))
         want = expected(slot, rows)
@@ -173,7 +173,7 @@ class TestSettleRows:
 class TestWholeTable:
     @settings(max_examples=250, deadline=None)
     @given(shards(), st.data())
-    def test_equals_its_rows_one_by_one(self, slot: Slot, data: st.DataObject) -> None:
+    def test_equals_its_rows_one_by_one(self, slot: MaskedShard, data: st.DataObject) -> None:
         """A pass over the whole shard, in parts of 8 rows or in one, writes the bits that cleaning
         every row writes."""
         want = expected(slot, range(slot.mask.rect.rows))
@@ -218,7 +218,7 @@ class TestInTable:
 
 
 @st.composite
-def lookups(draw: st.DrawFn) -> tuple[list[Slot | None], Tensor, list[int]]:
+def lookups(draw: st.DrawFn) -> tuple[list[MaskedShard | None], Tensor, list[int]]:
     """Slots by feature (some of one table, some of none), ids in and out of range, and ends."""
     dtype = draw(st.sampled_from(DTYPES))
     tables = [draw(st.none() | shards((dtype,))) for _ in range(draw(st.integers(1, 3)))]
@@ -241,7 +241,7 @@ class TestReads:
     @settings(max_examples=250, deadline=None)
     @given(lookups(), st.data())
     def test_only_rows_that_are_dirty(
-        self, drawn: tuple[list[Slot | None], Tensor, list[int]], data: st.DataObject
+        self, drawn: tuple[list[MaskedShard | None], Tensor, list[int]], data: st.DataObject
     ) -> None:
         """What is read of the dirty rows is cleaned; many ids may clean the whole table."""
         slots, ids, ends = drawn
@@ -290,7 +290,7 @@ class TestReads:
     def test_ends_that_do_not_fit_are_refused(self) -> None:
         mask = BlockMask(Rect(0, 0, 3, 5), (1, 1), torch.zeros(2, dtype=torch.uint8))
         zeroed = ZeroedRows([0, 0], CPU)
-        zeroed.use({0: Slot(torch.ones(3, 5), mask)}, {0})
+        zeroed.use({0: MaskedShard(torch.ones(3, 5), mask)}, {0})
         with pytest.raises(ValueError):
             zeroed.add(torch.tensor([1, 2]), [0, 2])
         with pytest.raises(ValueError):
@@ -299,7 +299,7 @@ class TestReads:
     def test_rows_that_are_no_longer_watched(self) -> None:
         """Their flags are lost, so that all rows are cleaned."""
         mask = BlockMask(Rect(0, 0, 3, 5), (1, 1), torch.zeros(2, dtype=torch.uint8))
-        slot = Slot(torch.ones(3, 5), mask)
+        slot = MaskedShard(torch.ones(3, 5), mask)
         zeroed = ZeroedRows([0], CPU)
         zeroed.use({0: slot}, {0})
         zeroed.add(torch.tensor([1]), [0, 1])
@@ -388,7 +388,7 @@ def reset(mask: BlockMask, weight: Tensor, states: list[State]) -> None:
 class TestResetState:
     @settings(max_examples=100, deadline=None)
     @given(shards(), st.sampled_from([0.0, 0.5]))
-    def test_by_definition(self, slot: Slot, initial: float) -> None:
+    def test_by_definition(self, slot: MaskedShard, initial: float) -> None:
         rect, kept = slot.mask.rect, kept_by(slot.mask)
         by_element = torch.randn(rect.rows, rect.cols).fill_diagonal_(torch.nan)
         by_row, by_column_of_rows = torch.rand(rect.rows) + 1, torch.rand(rect.rows, 1) + 1

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from dist_sparse.enforcer.rows import RowFlags, Slot, add_pruned, flag
+from dist_sparse.enforcer.rows import MaskedShard, RowFlags, add_pruned, flag
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect
 
 
-def slot(weight: torch.Tensor, kept: list[int]) -> Slot:
+def slot(weight: torch.Tensor, kept: list[int]) -> MaskedShard:
     flags = torch.zeros(len(weight), dtype=torch.bool)
     flags[kept] = True
-    return Slot(weight, BlockMask(Rect(0, 0, *weight.shape), (1, weight.shape[1]), pack(flags)))
+    return MaskedShard(
+        weight, BlockMask(Rect(0, 0, *weight.shape), (1, weight.shape[1]), pack(flags))
+    )
 
 
 def test_one_table_of_a_kernel_is_not_noted() -> None:

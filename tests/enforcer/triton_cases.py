@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_sparse.enforcer.rows import Slot
+from dist_sparse.enforcer.rows import MaskedShard
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Block, Rect, grid_of
 
@@ -29,7 +29,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CASES: dict[str, Callable[[], None]] = {}
 INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Feature = tuple[Slot | None, Tensor]
+Feature = tuple[MaskedShard | None, Tensor]
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
@@ -39,7 +39,7 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 def slot(
     rect: Rect, block: Block, dtype: torch.dtype = torch.float32, kept: float = 0.5, stride: int = 3
-) -> Slot:
+) -> MaskedShard:
     """A shard amid values of others, with values that arithmetic would not keep, and a random
     mask."""
     whole = torch.randn(rect.rows + 2, rect.cols + stride, dtype=torch.float64)
@@ -48,7 +48,7 @@ def slot(
     grid = grid_of(rect, block)
     flags = torch.rand(grid.rows * grid.cols) < kept
     weight = whole.to(DEVICE, dtype)[1:-1, min(stride, 1) : rect.cols + min(stride, 1)]
-    return Slot(weight, BlockMask(rect, block, pack(flags).to(DEVICE)))
+    return MaskedShard(weight, BlockMask(rect, block, pack(flags).to(DEVICE)))
 
 
 def words(weight: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def words(weight: Tensor) -> Tensor:
     return whole.view(INTS[whole.element_size()])
 
 
-def expected(features: Sequence[Feature]) -> list[tuple[Slot, Tensor]]:
+def expected(features: Sequence[Feature]) -> list[tuple[MaskedShard, Tensor]]:
     """The words of every shard with zeros where they belong."""
     slots = list({id(slot): slot for slot, _ in features if slot is not None}.values())
     results = []
@@ -96,7 +96,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return seen
 
 
-def flagged(slots: Sequence[Slot | None], flags: Sequence[Tensor] = ()) -> Any:
+def flagged(slots: Sequence[MaskedShard | None], flags: Sequence[Tensor] = ()) -> Any:
     """A cleaner of tables whose rows are all flagged, or as ``flags`` of the features say."""
     from dist_sparse.enforcer.row_kernels import TritonRowCleaner
 
@@ -268,7 +268,7 @@ def a_table_without_rows() -> None:
 def hundreds_of_features() -> None:
     """Of every length from none to several programs' worth, over tables of different widths and
     blocks."""
-    tables: list[Slot | None] = [None]
+    tables: list[MaskedShard | None] = [None]
     for index in range(37):
         tables.append(
             slot(Rect(index, index % 5, 10 + index, 1 + 3 * index), (1 + index % 3, 1 + index % 4))
@@ -351,7 +351,7 @@ def more_than_2_31_elements_and_bits() -> None:
     mask.bits[near + 2**28] = 0b1010_0000
     weight[near + 2**28], weight[near] = 5, 5
     flags = zero_pages(rows)
-    cleaner = flagged([Slot(weight, mask)], [flags])
+    cleaner = flagged([MaskedShard(weight, mask)], [flags])
     cleaner.flag(near + 2**28, [0, 3])
     assert flags[near + 2**28].all() and not flags[near].any()
     cleaner.clean_read(near + 2**28, [0, 3])

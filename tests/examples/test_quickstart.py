@@ -18,11 +18,11 @@ def test_the_page_shows_the_script() -> None:
 
 
 @pytest.mark.dist
-def test_two_processes_print_what_one_does() -> None:
+def test_two_processes_print_what_one_does(tmp_path: Path) -> None:
     pytest.importorskip("torchrec")
     after = PAGE.read_text().split(SCRIPT.read_text())[1]
     said = after.split("```text\n")[1].split("```")[0]
-    done, other = run_ranks_of(SCRIPT, world=2, cwd=ROOT)
+    done, other = run_ranks_of(SCRIPT, world=2, cwd=tmp_path)
     assert (done.returncode, other.returncode) == (0, 0), done.stderr[-4000:] + other.stderr[-4000:]
     assert other.stdout == ""
     assert done.stdout == said

@@ -324,6 +324,17 @@ def test_for_people_and_for_programs() -> None:
 def test_tables_without_rows() -> None:
     model = nn.ModuleDict({"user": nn.EmbeddingBag(64, 16), "empty": nn.EmbeddingBag(0, 16)})
     assert used(plan(model, "40%")) == [("full", "int8", 16)]
+    with pytest.raises(ValueError, match="The tables have no rows"):
+        plan(nn.EmbeddingBag(0, 16), "40%")
+
+
+def test_sums_that_begin_above_0_are_unknown() -> None:
+    """In float32, 0.1 absorbs small gradients: the row was trained, and its sum is the initial one."""
+    model = nn.EmbeddingBag(1000, 16)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.1)
+    (1e-6 * model(torch.arange(500)[None])).sum().backward()
+    optimizer.step()
+    assert plan(model, "20%", optimizer=optimizer).untouched == {}
 
 
 def test_a_model_that_was_not_trained_keeps_its_rows() -> None:

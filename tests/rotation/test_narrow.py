@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 
 from dist_sparse import compact, sparsify
 from tests.rotation.test_rotate import Towers, batch, train
@@ -115,4 +122,28 @@ def test_columns_that_are_not_rotated_are_refused() -> None:
     )
     sparse.step()
     with pytest.raises(ValueError, match="or columns of rotated tables"):
+        compact(model, sparse)
+
+
+def test_groups_that_a_collection_parts_are_refused() -> None:
+    """The EmbeddingCollection needs one width: item would get that of doc, and user not."""
+
+    def config(kind: Any, name: str) -> Any:
+        return kind(name=name, num_embeddings=40, embedding_dim=16, feature_names=[name])
+
+    bags = [config(EmbeddingBagConfig, name) for name in ("user", "ctx")]
+    sequences = [config(EmbeddingConfig, name) for name in ("item", "doc")]
+    model = nn.ModuleDict(
+        {"bags": EmbeddingBagCollection(bags), "sequences": EmbeddingCollection(sequences)}
+    )
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    groups = [["user", "item"], ["ctx", "doc"]]
+    level = {"user": 0.5, "item": 0.5, "ctx": 0.25, "doc": 0.25}
+    sparse = sparsify(model, optimizer, level=level, block="col", end=0, rotate=groups)
+    names = ["user", "ctx", "item", "doc"]
+    ids = KeyedJaggedTensor(names, torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+    model["bags"](ids)
+    model["sequences"](ids)
+    sparse.step()
+    with pytest.raises(ValueError, match=r"'user': 8, 'item': 12.*one level"):
         compact(model, sparse)

@@ -156,7 +156,18 @@ def refused(slots: FollowingTables, state: Any, text: str) -> None:
 @on_ranks(1)
 def test_arguments() -> None:
     built = build(1, "row_wise")
-    for ids in (None, ["a"], [True], [1.5], [[1], [2, 3]], [50], [-1], list(range(11)), {7, 3}):
+    for ids in (
+        None,
+        ["a"],
+        [True],
+        [1.5],
+        [1.0],
+        [[1], [2, 3]],
+        [50],
+        [-1],
+        list(range(11)),
+        {7, 3},
+    ):
         with pytest.raises(ValueError, match=r"Invalid protect_ids of table 'item': must be at"):
             FollowingTables(built.model, built.optimizer, protect_ids={"item": ids})
     with pytest.raises(ValueError, match=r"Invalid candidates=.*: must be an int in \[1, 2147"):
@@ -169,7 +180,7 @@ def test_arguments() -> None:
     for features in in_flight:
         built.model.module.tables.following_ids(features)
     slots.step()
-    with pytest.raises(RuntimeError, match=r"Step 2 needs an update.*use every >= 3"):
+    with pytest.raises(ValueError, match=r"Step 2 needs an update.*use every >= 3"):
         slots.step()
     del slots
     # A model may be handed on.

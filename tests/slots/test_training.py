@@ -38,12 +38,12 @@ def count(oracles: dict[str, Oracle], features: Any) -> None:
                     oracle.look_up(bag)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("bags", [True, False])
-def test_pipelines_translate_ahead(bags: bool) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "bags"), [(2, True), (2, False), (4, True)])
+def test_pipelines_translate_ahead(world: int, bags: bool) -> None:
     """An id that loses its slot between the translation of a batch and its forward still trains its
     own row in that batch: the slot changes hands after it."""
-    world, steps = 2, 13
+    steps = 13
     built = build(world, "row_wise", bags=bags)
     slots = FollowingTables(built.model, built.optimizer, **HOW)
     oracles = {table: Oracle(IDS[table], SLOTS[table], ahead=1, **HOW) for table in SLOTS}
