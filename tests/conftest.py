@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -56,7 +57,21 @@ LONG = [
 at the end."""
 
 
+QUICK = 4
+"""`make test` runs one in so many cases of a test on ranks, the first one included; `make test-slow`
+runs the others."""
+
+
+# First: -m takes tests out in another of these hooks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    for item in items:
+        if item.get_closest_marker("dist") and not item.get_closest_marker("slow"):
+            test = item.nodeid.split("[")[0]
+            if cases[test] % QUICK:
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
     names = [str(config.rootpath / "tests" / name) for name in LONG]
     order = {name: number for number, name in enumerate(names)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))

@@ -208,6 +208,7 @@ def test_version_is_that_of_the_project() -> None:
     assert dist_sparse.__version__ == project["version"]
 
 
+@pytest.mark.slow
 def test_the_names_need_torch_alone() -> None:
     """Nothing but modules of its own: what torch has not imported, neither does the package."""
     without, within = (
@@ -239,6 +240,7 @@ def test_whoever_registers_plain_data_needs_torch_alone() -> None:
         assert below(more, package) == set()
 
 
+@pytest.mark.slow
 def test_torchrec_needs_no_import_order() -> None:
     """The package may come before torchrec."""
     table = (

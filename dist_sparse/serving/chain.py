@@ -156,7 +156,7 @@ def compare_rows(name: str, first: int, weight: Tensor, stored: Tensors, entry: 
     Raises:
         ValueError: a row serves other values; names table, row and values.
     """
-    served, weight = decode(stored, entry.dim), weight.cpu()
+    served = decode(stored, entry.dim)
     if "scale_bias" in stored:
         error = (served.double() - weight.double()).abs()
         half_step = stored["scale_bias"][:, :1].double() / 2

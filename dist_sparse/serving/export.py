@@ -42,7 +42,14 @@ from dist_sparse.serving.artifact import (
     words_of,
 )
 from dist_sparse.serving.chain import Chain, MappedTable, compare_rows, open_chain
-from dist_sparse.serving.encodings import ENCODINGS, ColumnSpread, Dtype, Tensors, encode
+from dist_sparse.serving.encodings import (
+    ENCODINGS,
+    ColumnSpread,
+    Dtype,
+    Tensors,
+    chunks,
+    encode,
+)
 from dist_sparse.serving.manifest import (
     PER_ROW,
     Delta,
@@ -182,6 +189,7 @@ def export(
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
+        facts["sparse has codes"] = coded is not None
         facts["since"] = [str(folder) for folder in before]
         # If ranks disagreed in these, they would wait for messages that no rank sends.
         facts.update({f"table {data.name!r}": _placement(data) for data in located})
@@ -305,7 +313,7 @@ def _write(
                     stored = encode(chunk, table.dtype, whole.get("scales"))
                     # The comparison covers what is served: the files are read back when complete.
                     compare_rows(name, first, chunk, stored, table)
-                    parts = {key: stored[key].cpu() for key in PER_ROW & stored.keys()}
+                    parts = {key: stored[key] for key in PER_ROW & stored.keys()}
                     writer.add(name, parts, ids[first : first + len(chunk)])
                     first += len(chunk)
                     bar(len(chunk))
@@ -415,13 +423,18 @@ class _Changes:
         # torch.cat() refuses an empty list.
         self._ids = [torch.empty(0, dtype=torch.int32)]
         self._spools, self._sums = {}, {}
-        for key, part in before.gather(self._removed).items():
-            # The file stays open until the delta is written.
-            self._spools[key] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-            # The checksum is a sum over rows, so unchanged rows need not be read: removed rows are
-            # subtracted here; add() subtracts old values of changed rows, and adds the new ones.
-            removed_sum = sum_of_rows(self._removed, part)
-            self._sums[key] = int(before.entry.checksums[key], 16) - removed_sum
+        for key in before.gather(self._removed[:0]):
+            # The file stays open until the delta is written; a small one is none yet, since there
+            # may be more tables than a process may open files.
+            self._spools[key] = tempfile.SpooledTemporaryFile(1 << 16, dir=str(folder))  # noqa: SIM115
+            self._sums[key] = int(before.entry.checksums[key], 16)
+        # The checksum is a sum over rows, so unchanged rows need not be read: removed rows are
+        # subtracted here; add() subtracts old values of changed rows, and adds the new ones. In
+        # parts, because most of the table may be removed.
+        for rows in chunks(len(self._removed), after.dim):
+            ids = self._removed[rows]
+            for key, part in before.gather(ids).items():
+                self._sums[key] -= sum_of_rows(ids, part)
 
     def add(self, ids: Tensor, parts: Tensors) -> None:
         had_row = rows_of(self._before.index, ids) >= 0

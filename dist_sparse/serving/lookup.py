@@ -9,6 +9,7 @@ one, which counts as zeros. The modules hold only tensors and numbers, and no mo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -396,7 +397,8 @@ def to_torchrec(
         stored.append(rows)
     zeros = [tables[name].entry.stored for name in collection.looked_up]
     inner = bag_collection(stored, collection.weighted)
-    return QuantizedCollection(collection, inner, index, zeros)
+    # A copy: moving or loading one of the two must not change the other.
+    return QuantizedCollection(collection, inner, copy.deepcopy(index).cpu(), zeros)
 
 
 class QuantizedCollection(nn.Module):

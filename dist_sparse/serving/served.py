@@ -179,6 +179,9 @@ class ServedLookup(nn.Module):
                 f"{self._collection.path!r} takes ids and their lengths or offsets, and weights if"
                 " it is weighted."
             )
+        # FBGEMM would read behind weights that are too few.
+        wrong = weights is not None and weights.shape != ids.shape
+        refuse({"Weights must have the shape of the ids.": wrong})
         return self(ids, lengths, weights)
 
     def example(self, ids: Tensor) -> tuple[Tensor, ...]:
@@ -201,6 +204,8 @@ class ServedLookup(nn.Module):
         if self.unknown == "id0":
             # Id 0 may be removed itself, so its row is looked up like any other.
             rows = self.index(torch.where(rows == UNKNOWN, 0, ids), counts)
+        # FBGEMM ignores strides.
+        weights = None if weights is None else weights.contiguous()
         batch = JaggedRows(rows.clamp(min=REMOVED), offsets, counts, weights)
         pooled: Tensor = self.row_lookup(batch)
         return pooled
@@ -265,9 +270,11 @@ class EmbeddingBagLookup(ServedLookup):
     def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Any:
         if ids.dim() == 2:
             # A bag in each row.
+            refuse({"Ids of shape (bags, n) take no offsets.": lengths is not None})
             bags, size = ids.size()
             # include_last_offset adds one more offset: the end of the last bag.
-            lengths = torch.arange(bags + self._collection.include_last_offset) * size
+            ends = bags + self._collection.include_last_offset
+            lengths = torch.arange(ends, device=ids.device) * size
             ids = ids.reshape(-1)
             if weights is not None:
                 weights = weights.reshape(-1)
@@ -294,15 +301,16 @@ class EmbeddingLookup(ServedLookup):
 
 
 def _check_offsets(offsets: Tensor, count: int) -> Tensor:
-    """Refuse offsets that do not end with ``count``, and return them clamped to ``[0, count]``:
-    FBGEMM's operator does not check them, and would read any memory that they point to."""
-    message = "Lengths must add up to the number of ids, and offsets must end with it."
+    """Refuse offsets that do not begin with 0 and end with ``count``, and return them clamped to
+    ``[0, count]``: FBGEMM's operator does not check them, and would read any memory that they point
+    to."""
+    message = "Lengths must add up to the number of ids; offsets begin with 0, and end with it."
     if torch.compiler.is_compiling():
         # A branch on a value can't be traced. This assertion becomes a node of the graph.
-        torch._assert_async(offsets[-1] == count, message)
-    elif int(offsets[-1]) != count:
+        torch._assert_async((offsets[-1] == count) & (offsets[0] == 0), message)
+    elif offsets[[0, -1]].tolist() != [0, count]:
         raise ValueError(message)
-    # Only the last offset was checked: negative lengths may move the others out of range.
+    # Only two offsets were checked: negative lengths may move the others out of range.
     return offsets.clamp(0, count)
 
 

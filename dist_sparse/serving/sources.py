@@ -58,7 +58,7 @@ class Lookup:
     @property
     def is_plain(self) -> bool:
         """Whether the row of an id is the id, and only training on that id changes its outputs."""
-        is_compact = self.index.stored != self.index.rows
+        is_compact = self.index.num_kept != self.index.rows
         return self.slots is None and self.rotation is None and not is_compact
 
 
@@ -194,6 +194,7 @@ class ServedTable:
         elif dtype == "codes":
             # Other tables have codes, this one has none.
             dtype = "fp32"
+        turned = None if self.lookup.rotation is None else self.lookup.rotation.shape[1]
         return Table(
             rows=rows,
             kept=int(self.kept.count_nonzero()),
@@ -203,8 +204,8 @@ class ServedTable:
             scale=scale,
             groups=groups,
             default_row=self.lookup.index.default_row,
-            turned=None if self.lookup.rotation is None else self.lookup.rotation.shape[1],
-            before=rows * dim * self.data.dtype.itemsize,
+            turned=turned,
+            before=rows * (turned or dim) * self.data.dtype.itemsize,
         )
 
     def ids(self) -> Tensor:
@@ -235,7 +236,8 @@ class ServedTable:
         parts = _stream(self.rows, changed) if slots is None else _stream_slots(self.rows, slots)
         for part in parts:
             for chunk in chunks(*part.shape):
-                yield part[chunk]
+                # With NCCL alone, rows arrive on the GPU.
+                yield part[chunk].cpu()
 
 
 # The tables of an artifact, by name.
@@ -281,7 +283,9 @@ def registered_tables(
             addresses = [sparsifier.masks.plain.held(name).data_ptr()]
         # Another model may have tables of the same names, so addresses are compared. Data that is
         # no table may be any parameter.
-        is_same = addresses == tables[name] if name in tables else parameters.issuperset(addresses)
+        # A table must have its own name.
+        is_other = parameters.issuperset(addresses) and addresses not in tables.values()
+        is_same = addresses == tables[name] if name in tables else is_other
         if not is_same:
             raise ValueError(
                 f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}, or is"
@@ -323,7 +327,7 @@ def _served_table(data: ShardedData, lookup: Lookup, stored: Tensor) -> ServedTa
             f"Table {data.name!r} has lost rows since it got its default row: it can't be served."
         )
     kept = stored
-    if not index.stored == index.rows == len(stored):
+    if not index.num_kept == index.rows == len(stored):
         # A compact table may be padded with rows that no id has.
         stored = stored & (torch.arange(len(stored)) < index.stored)
         kept = index.kept().cpu()

@@ -48,6 +48,7 @@ def found(versions: dict[str, str] = GOOD) -> dict[str, Finding]:
     return {each.what: each for each in examine(versions).findings}
 
 
+@pytest.mark.slow
 def test_this_machine() -> None:
     """The machine that runs the tests can train, and the real probes say so."""
     pytest.importorskip("torchrec")

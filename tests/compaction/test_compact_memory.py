@@ -69,6 +69,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="needs Linux, to read /proc, and glibc's malloc_trim"
 )

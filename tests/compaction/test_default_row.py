@@ -20,7 +20,7 @@ from torchrec import (
 )
 from torchrec.modules.embedding_configs import PoolingType
 
-from dist_sparse import DataNormSparsifier, compact, export, load_served
+from dist_sparse import DataNormSparsifier, compact, export, load_served, sparsify
 from dist_sparse.serving.chain import check_artifact
 from dist_sparse.serving.manifest import Manifest
 from dist_sparse.tables.modules import modules_by_path
@@ -250,3 +250,21 @@ def test_is_one_row_of_a_sharded_table() -> None:
             assert torch.equal(given[~flags], rows[table.name][: int((~flags).sum())])
     for each in outputs[1:]:
         torch.testing.assert_close(each, outputs[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("unused", [0, 7])
+def test_one_removed_row(tmp_path: Path, unused: int) -> None:
+    """As many rows are stored as before: the table is compact all the same."""
+    model: nn.Module = nn.Sequential(nn.EmbeddingBag(40, 4, mode="sum"))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    sparse = sparsify(model, optimizer, level="untouched", end=0)
+    used = torch.tensor([[row for row in range(40) if row != unused]])
+    model(used).sum().backward()
+    optimizer.step()
+    sparse.step()
+    model = compact(model, sparse, removed="default_row")
+    optimizer.step()
+    with torch.no_grad():
+        wanted = model(torch.arange(40).view(40, 1))
+    export(model, None, tmp_path / "served")
+    assert torch.equal(load_served(tmp_path / "served")(torch.arange(40).view(40, 1)), wanted)

@@ -71,6 +71,7 @@ def test_nccl_takes_tensors_of_the_device_alone() -> None:
             dist.all_reduce(torch.ones(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_costs_do_not_grow_with_the_ranks(name: str) -> None:
     """Messages, waits and launches of a mask update of 64 ranks and of 1,000."""

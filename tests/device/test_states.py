@@ -43,6 +43,7 @@ def equal(one: Any, other: Any) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_removed_weights_have_no_optimizer_state(name: str) -> None:
     options: dict[str, Any] = {"optimizer_state": "reset"}
@@ -60,6 +61,7 @@ def test_removed_weights_have_no_optimizer_state(name: str) -> None:
     assert torch.equal(runs[0].kernel.memory, runs[1].kernel.memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_state_moves_between_devices(name: str) -> None:
     """What is saved on one is what is saved on the other, and either loads it."""

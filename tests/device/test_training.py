@@ -90,6 +90,7 @@ def update_of(name: str, times: int) -> Spent:
         return run.update(0.6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_waits_do_not_grow_with_the_number_of_tables(name: str) -> None:
     with on_device():
@@ -101,17 +102,20 @@ def test_waits_do_not_grow_with_the_number_of_tables(name: str) -> None:
         assert run.ordinary_step().waits == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grows("waits"))
 def test_waits_do_not_grow_with_the_table(name: str) -> None:
     small, large = update_of(name, 1), update_of(name, 2)
     assert large.waits <= small.waits, large.lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grows("launches"))
 def test_launches_do_not_grow_with_the_table(name: str) -> None:
     assert update_of(name, 2).launches <= update_of(name, 1).launches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0.3, 0.9])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_ties_at_the_threshold_are_the_cpus(name: str, level: float) -> None:
@@ -144,6 +148,7 @@ def few_values(device: str, tables: int) -> tuple[Run, Spent]:
     return run, spent
 
 
+@pytest.mark.slow
 def test_ties_are_read_at_once() -> None:
     """However many tables have some."""
     expected, _ = few_values("cpu", 8)
@@ -162,6 +167,7 @@ def test_masks_without_lists_are_the_cpus() -> None:
     assert torch.equal(expected.kernel.memory, found.kernel.memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_levels_of_0_and_1_are_the_cpus(name: str) -> None:
     found = []

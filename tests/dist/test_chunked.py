@@ -92,6 +92,7 @@ def save_all(world: int, folder: Path) -> None:
             known.write_text(str(prints))
 
 
+@pytest.mark.slow
 @on_ranks(1, 2, 4)
 def test_load(world: int, folder: Path) -> None:
     """Every sharding of this world reads every world's, each pair of shardings on one pair of

@@ -29,6 +29,7 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_state_round_trip(world: int) -> None:
     for name, cell in some_cells(world).items():

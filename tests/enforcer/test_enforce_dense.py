@@ -266,6 +266,7 @@ def check_training(sparse: bool, register: str, make: Optimizers, **loop: Any) -
         assert torch.equal(parameter, other), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("register", REGISTER)
 @pytest.mark.parametrize("optimizer", DENSE)
 def test_dense_gradients(optimizer: str, register: str) -> None:

@@ -94,6 +94,7 @@ def looked_up(served: Any) -> torch.Tensor:
     return served(ids, torch.arange(len(ids)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fbgemm", [True, False])
 @pytest.mark.parametrize(("dtype", "scale"), KINDS)
 def test_a_chain_is_the_full_export(dtype: str, scale: str, fbgemm: bool, tmp_path: Path) -> None:
@@ -285,6 +286,7 @@ CHANGES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=8)
 @given(changes=CHANGES)
 @pytest.mark.parametrize(("dtype", "scale"), [*KINDS, ("codes", "row")])

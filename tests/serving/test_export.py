@@ -188,6 +188,17 @@ def test_plain_data(tmp_path: Path) -> None:
     assert torch.equal(dense(tmp_path / "served")["user"], model["user"].weight.data)
 
 
+def test_tables_of_another_name_are_refused(tmp_path: Path) -> None:
+    """Their masks would be dropped."""
+    model = model_of()
+    part, data = DataNormSparsifier(sparsity_level=0.5), DataNormSparsifier(sparsity_level=0.5)
+    part.add_model(model["user"])
+    data.add_data("user_emb", model["user"])
+    for sparsifier in (part, data):
+        with pytest.raises(ValueError, match="export the whole model that was sparsified"):
+            export(model, sparsifier, tmp_path / "served")
+
+
 def test_an_enforcer_is_settled_first(tmp_path: Path) -> None:
     model = nn.Sequential(nn.EmbeddingBag(100, 8))
     optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)

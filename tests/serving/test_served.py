@@ -107,6 +107,25 @@ def test_ids_are_integers(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 @FBGEMM
+def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, fbgemm: bool) -> None:
+    """FBGEMM's operators would serve other bags, or read behind the weights."""
+    bag = ("", "embedding_bag", [Source("t", table(60, 4, 0.5))])
+    served = one(write(tmp_path / "bag", bag), fbgemm=fbgemm)
+    ids = torch.arange(6)
+    lengths, offsets = torch.tensor([2, 4]), torch.tensor([0, 2])
+    with pytest.raises(ValueError, match="offsets begin with 0, and end with it"):
+        served(ids, lengths)
+    with pytest.raises(ValueError, match="Weights must have the shape of the ids"):
+        served(ids, offsets, torch.ones(5))
+    with pytest.raises(ValueError, match="take no offsets"):
+        served(ids.view(2, 3), offsets)
+    wide = torch.rand(6, 2)
+    weights = wide[:, 0]  # not contiguous
+    wanted = served(ids, offsets, weights.contiguous())
+    assert torch.equal(served(ids, offsets, weights), wanted)
+
+
+@FBGEMM
 def test_a_cast_keeps_zeros(tmp_path: Path, fbgemm: bool) -> None:
     """Scales rounded to another dtype would not."""
     of = sources("int8")
@@ -415,6 +434,7 @@ def artifacts(folder: Path) -> dict[str, tuple[Path, dict[str, Any], tuple[Tenso
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["id0", "fbgemm", "torch", "int4", "sequence", "bag of torch", "table of torch"]
 )
@@ -424,7 +444,9 @@ def test_pt2_is_equal(tmp_path: Path, name: str) -> None:
     served = one(path, **options)
     served.to_pt2(tmp_path / "served.pt2")
     lengths = 4 if "of torch" not in name else 1
-    single = (args[0][:1], torch.tensor([1, 0, 0, 0])[:lengths], *args[2:])[: len(args)]
+    # A length of 1; offsets begin with 0.
+    first = [1, 0, 0, 0] if lengths == 4 else [0]
+    single = (args[0][:1], torch.tensor(first), *args[2:])[: len(args)]
     single = (*single[:2], *(each[:1] for each in single[2:]))
     none = (args[0][:0], torch.zeros(lengths).long(), *(each[:0] for each in args[2:]))[: len(args)]
     loaded = torch.export.load(tmp_path / "served.pt2").module()
@@ -515,6 +537,7 @@ def test_refused(tmp_path: Path) -> None:
         load_served(rows)
 
 
+@pytest.mark.slow
 def test_a_process_without_torchrec(tmp_path: Path) -> None:
     """It imports neither TorchRec nor what trains, and with FBGEMM missing it serves the same."""
     of = sources("int8")

@@ -139,10 +139,12 @@ def test_what_the_model_gives(tmp_path: Path, compacts: bool) -> None:
         taken = manifest.tables["sums"].bytes
         assert (
             taken.after == ROWS * (4 + 4) + taken.rotation
+            and manifest.tables["sums"].before == ROWS * 12 * 4
             and manifest.tables["left"].turned is None
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fbgemm", [True, False], ids=["fbgemm", "torch"])
 def test_exported_program(tmp_path: Path, fbgemm: bool) -> None:
     """Bit for bit what the eager lookup gives."""

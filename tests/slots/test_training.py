@@ -189,6 +189,7 @@ def seven_more_steps(root: Path, world: int, kind: str, spread: int) -> list[dic
     return [begin, result(built)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [1, SPREAD])
 def test_two_ranks_save_for_one_and_four(spread: int, tmp_path: Path) -> None:
     [[begin, end], _] = run_ranks(2, seven_more_steps, tmp_path, 2, "row_wise", spread)
