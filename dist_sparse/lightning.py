@@ -198,9 +198,11 @@ class SparsifyCallback(Callback):
         # Read before the step, which sets the levels of the next mask update.
         groups = training.sparsifier.data_groups
         levels = {name: configured_level(group) for name, group in groups.items()}
-        updates_masks = training.sparsifier.enable_mask_update
+        masks = training.sparsifier.masks.tables
+        version = masks.version
         training.step()
-        if updates_masks and self._logs:
+        # A guard may hold an update back, or make it up.
+        if masks.version != version and self._logs:
             self._log_sparsity(trainer, training, levels)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

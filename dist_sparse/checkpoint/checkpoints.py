@@ -16,7 +16,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -100,6 +100,11 @@ class Checkpoints:
         (None, 4)
     """
 
+    # The write that save_async() has begun. All objects share it, because they share the process
+    # group that it sends through.
+    _writing: ClassVar[Future[None] | None] = None
+    _thread = ThreadPoolExecutor(1, "checkpoint")
+
     def __init__(self, root: str | os.PathLike[str], *, keep: int = 3, every: int = 1) -> None:
         self.keep = checks.integer("keep", keep, least=1)
         self.every = checks.integer("every", every, least=1)
@@ -107,9 +112,6 @@ class Checkpoints:
         from dist_sparse.checkpoint.storage import Folders
 
         self._folders = Folders(root)
-        # The write that save_async() has begun. Its thread starts with the first one.
-        self._writing: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     @property
     def root(self) -> str:
@@ -178,14 +180,14 @@ class Checkpoints:
         if not self._due(step, force):
             return False
         state = self._collected(step, model, optimizer, sparse, extra, staged=True)
-        self._writing = self._thread.submit(self._write, step, *state)
+        Checkpoints._writing = self._thread.submit(self._write, step, *state)
         return True
 
     def wait(self) -> None:
         """Wait until the write of :meth:`save_async` is complete; raise its error, if any."""
         writing = self._writing
         # Reset it before result(), so that an error is raised once.
-        self._writing = None
+        Checkpoints._writing = None
         if writing is not None:
             writing.result()
 
@@ -252,7 +254,9 @@ class Checkpoints:
         group = self._group()
         with group.agreeing("save()") as facts:
             checks.integer("step", step, least=0)
-            facts.update(step=step, root=self.root, extra=as_json("extra", extra))
+            # A copy: save_async() writes it later.
+            extra = as_json("extra", extra)
+            facts.update(step=step, root=self.root, extra=extra)
             model = _inner(model)
             tensors, values = split({"model": model.state_dict()})
             optimizers = OptimizerState(optimizer, model)

@@ -82,15 +82,16 @@ def filled(tree: Any, key: str, values: Mapping[str, Json]) -> Any:
 
 
 def as_json(name: str, value: object) -> Json:
-    """Return ``value``, if JSON preserves it.
+    """Return a copy of ``value``, if JSON preserves it.
 
     Raises:
         ValueError: JSON does not; names it.
     """
     with suppress(TypeError, ValueError, RecursionError):
         # JSON turns tuples into lists and number keys into strings, and has no NaN.
-        if json.loads(json.dumps(value, allow_nan=False)) == value:
-            return value
+        copy = json.loads(json.dumps(value, allow_nan=False))
+        if copy == value:
+            return copy
     raise ValueError(
         f"Invalid {name}: must be JSON: dicts with strings as keys, lists (no tuples), strings,"
         " finite numbers, True, False and None."
@@ -256,7 +257,9 @@ class OptimizerState:
             changes += [partial(_set, group, name, value) for name, value in first.items()]
         # FBGEMM's kernel holds the step count; it is in no state.
         steps = saved["fused_steps"]
-        changes += [partial(owner.set_optimizer_step, steps) for owner in self._fused]
+        for owner in self._fused:
+            # zero_grad() gives the learning rate to the kernel.
+            changes += [partial(owner.set_optimizer_step, steps), owner.zero_grad]
         return self.tensors | fresh | merged, changes, list(merged)
 
     def _common_options(
@@ -272,10 +275,10 @@ class OptimizerState:
             raise ValueError(
                 f"{unsaved[0]!r} was stepped by no optimizer when the checkpoint was saved."
             )
-        first = saved[keys[0]]
+        first: dict[str, Json] = saved[keys[0]]
         shared = group.keys() & first.keys()
         # Fused optimizers have no option but the learning rate.
-        is_fused = group.keys() <= {"params", "lr"}
+        is_fused = self._params[keys[0]].owner in self._fused
         for key in keys:
             for name in sorted(shared & saved[key].keys()):
                 if not _alike(saved[key][name], first[name]):
@@ -291,7 +294,8 @@ class OptimizerState:
                         f" {type(self._params[key].owner).__name__} does not have: it was stepped"
                         " by another class of optimizer."
                     )
-        return {name: first[name] for name in shared}
+        # With initial_lr, which a learning rate scheduler that is made after the resume reads.
+        return first
 
     def _merged(
         self, tensors: Mapping[str, Any], cuts: Json, merge: bool

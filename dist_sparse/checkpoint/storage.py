@@ -162,7 +162,7 @@ class Folders:
         if last >= step:
             raise ValueError(
                 f"Invalid {step=}: {self.root} holds the checkpoint of step {last}, and steps must"
-                " grow: resume from it, save to another folder, or delete it."
+                " grow: resume from it, or save elsewhere."
             )
         self.delete(step)
 
@@ -179,7 +179,7 @@ class Folders:
             name: {"bytes": length, "crc32": hex_of(crc)}
             for name, (length, crc) in sorted({**files, VALUES: written}.items())
         }
-        head = {"format": FORMAT, "version": VERSION, "step": step, "world": world}
+        head = {"format": FORMAT, "version": VERSION, "step": int(step), "world": world}
         self._write(f"{folder}/{MARKER}", sealed({**head, "files": entries}))
         self._sync(folder)
         self._sync(self.root)

@@ -194,13 +194,15 @@ def _silence_torchrec() -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    from dist_sparse.report.folder import RUN
     from dist_sparse.report.run import read_run
     from dist_sparse.report.summary import inspect_text, numbers
 
     folder = options.folder
     is_step = folder.name.startswith("step-") or any(folder.glob("step-*"))
+    is_run = options.json or (folder / RUN).is_file()
     # Checkpoints have no JSON form.
-    if is_step and not options.json:
+    if is_step and not is_run:
         # Imported here: it needs torch, and runs are read without torch.
         from dist_sparse.checkpoint.checkpoints import summary
 

@@ -365,7 +365,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
                 books = torch.where(is_empty[:, None, None], learned, books)
             self.books[name] = books
         self._is_fitted = True
-        with world_group().agreeing("step(), assigning codes"):
+        with world_group().agreeing("step()"):
             self.attach()
 
 
@@ -408,7 +408,7 @@ def _refuse_masks(
     """Refuse masks of parts of rows, because a decoded row would not be zero there, and masks of
     other sparsifiers, because their removed rows would not be zero."""
     unknown = set(sparsifier.masks.tables.names).difference(located)
-    refuse({f"Tables {unknown} of sparse are not in this model: quantize the whole one.": unknown})
+    refuse({f"Tables {unknown} of sparse are not in this model.": unknown})
     for name in groups:
         weights = [(name, weight) for _, weight in located[name].shards]
         refuse_masked(

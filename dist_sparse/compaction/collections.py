@@ -526,4 +526,4 @@ def initial_bounds(replaced: nn.Module, table: str) -> tuple[float, float]:
             f"Table {table!r} has an init_fn of its own: only rows of TorchRec's default"
             " initializer, which is uniform, can be drawn one by one."
         )
-    return drawn.keywords["a"], drawn.keywords["b"]
+    return drawn.keywords.get("a", 0.0), drawn.keywords.get("b", 1.0)

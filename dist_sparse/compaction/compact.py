@@ -268,8 +268,8 @@ def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -
 def _refuse_uneven(group: Sequence[str], widths: Mapping[str, int]) -> None:
     """Refuse a group of rotated tables that a collection of one width would part."""
     kept = {name: widths[name] for name in widths.keys() & set(group)}
-    rule = f"Tables that are rotated together keep different columns, {kept}: give the tables of"
-    refuse({f"{rule} their EmbeddingCollection one level.": len(set(kept.values())) > 1})
+    rule = f"Tables rotated together keep other columns each, {kept}: give all of them one level."
+    refuse({rule: len(set(kept.values())) > 1})
 
 
 def _refuse_partial_rows(data: ShardedData, block: Block) -> None:

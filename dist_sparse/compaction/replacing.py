@@ -456,8 +456,8 @@ class Rebuild:
             # expand() would lose the shared row; compact() would give it to newly removed ids.
             f"has default rows: {cant}": any(default_rows),
             "is stepped by a plain optimizer, which must get the new parameters: pass"
-            f" {self._action}(optimizer=...), or optimizer=() if there is none. An attached"
-            " enforcer knows them.": is_trained and not self._optimizers_known,
+            f" {self._action}(optimizer=...), or optimizer=() if there is none.": is_trained
+            and not self._optimizers_known,
         }
 
     def _wrappers(self) -> list[nn.Module]:

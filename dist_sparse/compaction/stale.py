@@ -68,8 +68,8 @@ def consume_parameter(parameter: nn.Parameter, name: str, action: str) -> None:
         RuntimeError: The table item.weight was compacted, and its memory released: ...
     """
     message = (
-        f"The table {name} was {action}ed, and its memory released: create whatever held it again"
-        f" from the model that {action}() returned: optimizers, parameter lists, averages."
+        f"The table {name} was {action}ed, and its memory released: create what held it, such as an"
+        f" optimizer, again from the model that {action}() returned."
     )
 
     def refuse(*args: Any, **kwargs: Any) -> Any:

@@ -107,7 +107,7 @@ class CompactTable(nn.Module):
         raise RuntimeError(
             f"weight of a {type(self).__name__} stores {self.index.stored} of {self.index.rows}"
             " rows, so ids are not its row numbers. Read full_weight(), with a row for each id, or"
-            " stored_weight, the parameter."
+            " stored_weight."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -116,8 +116,8 @@ class CompactTable(nn.Module):
         if is_tied and len(value) != self.index.stored:
             raise ValueError(
                 f"Invalid weight of {len(value)} rows: a {type(self).__name__} stores"
-                f" {self.index.stored} of {self.index.rows} rows, and can't share the weight of a"
-                " layer that has a row for each id."
+                f" {self.index.stored} of {self.index.rows} rows, and can't share a weight with a"
+                " row for each id."
             )
         super().__setattr__(name, value)
 

@@ -44,7 +44,7 @@ class Hook:
         if cuda_runs and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "A CUDA graph can't capture the hooks that keep removed weights at zero: leave"
-                " sparsified tables and the optimizers of such weights out of the capture."
+                " sparsified tables and their optimizers out of it."
             )
         return self._call(*args, **kwargs)
 

@@ -109,7 +109,7 @@ def leaves(optimizer: Any) -> Iterator[Optimizer]:
     else:
         raise ValueError(
             f"Invalid optimizer of type {type(optimizer).__name__}: must be an initialized"
-            " torch.optim.Optimizer, or a wrapper with one in its attribute _optimizer."
+            " torch.optim.Optimizer, or have one in its attribute _optimizer."
         )
 
 
@@ -418,12 +418,13 @@ class DenseWeights:
                 continue
             refuse(
                 {
-                    f"No optimizer given steps {target.name!r}, which requires a gradient: its"
-                    " removed weights would come back unseen. Pass all optimizers, or freeze it by"
-                    " requires_grad_(False).": target.holder.parameter.requires_grad,
+                    f"No optimizer given steps {target.name!r}, which requires a gradient: removed"
+                    " weights would come back. Pass all optimizers, or freeze it.": (
+                        target.holder.parameter.requires_grad
+                    ),
                     f"Can't tell what writes {target.name!r}: it is no parameter, and no optimizer"
-                    " given steps it. Register the model that contains it by add_model(), or call"
-                    " squash_mask() first.": not target.writers_known,
+                    " given steps it. Register its model by add_model(), or call squash_mask()"
+                    " first.": not target.writers_known,
                 }
             )
 

@@ -580,5 +580,5 @@ def _check_not_compiled(
         if compiled is not None and not holding.isdisjoint(module.modules()):
             raise ValueError(
                 f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run inside"
-                " torch.compile. Attach to the model that is not compiled."
+                " torch.compile. Attach to the original model."
             )

@@ -295,7 +295,9 @@ class TableBatchHooks:
         writes = self._count_writes()
         key = self._masks_key(), tuple(writes)
         if key != self._masked_key:
-            with torch.no_grad():
+            # A validation in inference mode may be the first to see new masks: what is made for
+            # them must not be inference tensors, which a backward can't write.
+            with torch.inference_mode(False), torch.no_grad():
                 self._read_masks()
             self._masked_key = key
         # Torch has counted a write, such as a load or copy_(): it may be in any row.

@@ -80,7 +80,7 @@ def rows_by_feature(
         return
     for table, span in ids_of_tables(tables, features, ends):
         rows = in_table(ids[span], len(tables[table]))
-        yield table, rows, torch.ones((), dtype=torch.bool).expand(rows.shape)
+        yield table, rows, rows.new_ones((), dtype=torch.bool).expand(rows.shape)
 
 
 def ids_of_tables(

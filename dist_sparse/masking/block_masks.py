@@ -557,8 +557,7 @@ def _find_refused(goal: Goal) -> None:
             row, col = (grid.row + first + i) * goal.block[0], (grid.col + j) * goal.block[1]
             raise ValueError(
                 f"Table {goal.data.name!r}: the block at row {row}, column {col} scores"
-                f" {float(bits.view(torch.float32)[i, j])}; scores must be finite and not negative,"
-                " so no mask was changed."
+                f" {float(bits.view(torch.float32)[i, j])}; scores must be finite and not negative."
             )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import refuse
-from dist_sparse.tables.modules import is_sharded, modules_by_path, torchrec_port
+from dist_sparse.tables.modules import check_module, is_sharded, modules_by_path, torchrec_port
 from dist_sparse.tables.shards import steps_in_backward
 
 # The gradients of all parameters of an optimizer.
@@ -51,9 +51,9 @@ def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     """Raise a ValueError if the model needs one backward and the claims need several."""
     if (wiring.hooked or wiring.replicating) and not _of_one_loss(claims):
         raise ValueError(
-            "Several OptimSchedulers share a model in DDP or with sharded tables, which need one"
-            " backward per forward. Give them the same loss tensor, accum_grad and use_amp, or"
-            " losses of separate forwards by different names."
+            "OptimSchedulers of one model in DDP or with sharded tables share a backward per"
+            " forward. Give them the same loss tensor, accum_grad and use_amp, or losses of"
+            " separate forwards by different names."
         )
 
 
@@ -227,6 +227,7 @@ def wiring_of(model: nn.Module) -> Wiring:
     Raises:
         ValueError: it has FSDP modules, DTensors, or sharded tables without a fused optimizer.
     """
+    check_module(model)
     # Without DDP, DistributedModelParallel and torch.compile in the paths.
     modules = modules_by_path(model)
     fsdp = [hasattr(module, "_fsdp_wrapped_module") for module in model.modules()]
@@ -247,8 +248,8 @@ def wiring_of(model: nn.Module) -> Wiring:
         " DistributedDataParallel or DistributedModelParallel.": any(
             [*fsdp, *map(is_sharded, model.parameters())]
         ),
-        f"The tables {unfused} are sharded and have a dense kernel: an OptimScheduler gathers no"
-        " gradients of shards. Give them a fused optimizer, or make them data-parallel.": unfused,
+        f"The tables {unfused} are sharded and have a dense kernel, whose gradients are not"
+        " gathered. Give them a fused optimizer, or make them data-parallel.": unfused,
     }
     refuse(rules)
     return Wiring(

@@ -21,6 +21,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -142,12 +143,16 @@ class OptimScheduler(abc.ABC):
         self.grad_norm_type = _positive("grad_norm_type", grad_norm_type)
         self.data_sparsifier = data_sparsifier
         self.data_scheduler = data_scheduler
+        flags = {type(use_amp), type(distributed)}
+        refuse({"use_amp and distributed must be True or False.": flags != {bool}})
         # The dtype of the forward under autocast.
         self._autocast = amp_dtype if use_amp else None
         # Read once: the model must not be wrapped or sharded after this.
         self._wiring = wiring_of(model)
         self._owned = parameters_of(self._wiring, self.updated_modules)
-        self._device = next(iter(model.parameters())).device.type
+        # Tables may stay on the CPU: what is not there decides. False sorts first.
+        devices = map(attrgetter("device.type"), model.parameters())
+        self._device = min(devices, key="cpu".__eq__)
         # Float16 needs a scale, bfloat16 has the range of float32. A scaler that is disabled leaves
         # losses and gradients as they are, and always steps.
         scaled = self._autocast == torch.float16
@@ -228,8 +233,8 @@ class OptimScheduler(abc.ABC):
         Raises:
             AssertionError: there is no loss named "loss".
             KeyError: there is none named ``optim_loss``.
-            ValueError: a number, the loss or the learning rate is invalid, or the model's
-                OptimSchedulers can't share this forward. In all three cases nothing has changed.
+            ValueError: a number or the learning rate is invalid, or the model's OptimSchedulers
+                can't share this forward. In all three cases nothing has changed.
 
         If the backward or the update itself fails, for example out of memory, the gradients of the
         real step are dropped.
@@ -274,7 +279,8 @@ class OptimScheduler(abc.ABC):
         """
         # Without a sparsifier a load is local, like torch's own.
         group = group_over(world_ranks() if self._sparsity else None)
-        with group.agreeing("load_state_dict() of an OptimScheduler") as facts:
+        action = "load_state_dict() of an OptimScheduler"
+        with group.agreeing(action) as facts:
             try:
                 facts.update(self._check_state(state_dict))
             except ValueError:
@@ -291,7 +297,7 @@ class OptimScheduler(abc.ABC):
         if self.data_sparsifier is not None:
             # Over the world: where no table is held by all ranks, an error of one would not reach
             # the others.
-            with group.agreeing("load_state_dict() of an OptimScheduler"):
+            with group.agreeing(action):
                 commit_masks = self.data_sparsifier.prepare_state_dict(
                     state_dict["data_sparsifier"]
                 )
@@ -370,7 +376,8 @@ class OptimScheduler(abc.ABC):
                 amp_dtype not in (torch.float16, torch.bfloat16)
             ),
             "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.": (
-                scheduler is not None and scheduler.data_sparsifier is not self.data_sparsifier
+                scheduler is not None
+                and getattr(scheduler, "data_sparsifier", scheduler) is not self.data_sparsifier
             ),
             f"Invalid distributed=True: {type(self.model).__name__} does not average gradients"
             " over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first.": (

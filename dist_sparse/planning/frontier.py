@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,9 @@ class Frontier:
         for point in self.points:
             names = percent(point.budget), METHODS[point.method], point.left, point.candidate.dtype
             share = percent(point.bytes / self.table_bytes)
-            rows.append((*names, share, *map(_FOUR_DIGITS, point.metrics.values())))
+            # A later evaluate() may return them in another order.
+            metrics = map(point.metrics.__getitem__, self.full)
+            rows.append((*names, share, *map(_FOUR_DIGITS, metrics)))
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         better = "less" if self.metric in self.lower_is_better else "more"
         shown = {point.method for point in self.points}
@@ -295,12 +297,14 @@ def frontier(
         # Small dense tables have to be trained.
         known = sorted(METHODS.keys() - ({"small"} if train is None else set()))
         chosen = sorted(checks.choice("methods", name, known) for name in methods or known)
+        wrong = isinstance(budgets, (int, float)) or not budgets
+        checks.refuse({f"Invalid {budgets=}: must be a list of fractions.": wrong})
         # A set: equal budgets have the same points.
         shares = sorted({checks.level("budgets", share) for share in budgets}, reverse=True)
-        if not shares:
-            raise ValueError(f"Invalid {budgets=}: must be fractions of the tables' bytes.")
         dtypes = [checks.choice("dtypes", dtype, BITS) for dtype in dtypes]
-        checks.number("tolerance", tolerance, least=0)
+        tolerance = checks.number("tolerance", tolerance, least=0)
+        # metric= takes a name in any case, too.
+        lower = [*map(str.lower, checks.name_list("lower_is_better", lower_is_better))]
         located = {data.name: data for data in ModelTables(model).locate()}
         guarded = protected(located, checks.name_list("protect", protect))
         # As sparsify() does, small tables keep all rows.
@@ -310,7 +314,7 @@ def frontier(
         # Rotated candidates are measured last: refuse groups that can't be rotated now.
         check_candidate(model, Candidate(groups=groups), located)
         facts.update(methods=chosen, budgets=shares, dtypes=dtypes, pruned=pruned, rotate=rotate)
-        facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
+        facts["metric, lower_is_better, tolerance"] = [metric, *lower, tolerance]
     # Fused optimizers only: frontier() is called without an optimizer.
     untouched = untouched_rows(model, [*located.values()])
     measurements = _Measurements(model, evaluate, out)
@@ -334,7 +338,7 @@ def frontier(
         table_bytes=table_bytes,
         full=full,
         metric=metric,
-        lower_is_better=tuple(lower_is_better),
+        lower_is_better=tuple(filter(lambda name: name.lower() in lower, full)),
         tolerance=tolerance,
         trials=measurements(trials, train),
     )
@@ -453,10 +457,11 @@ class _Measurements:
     ) -> None:
         """Measure the trials of the model that was trained with a fraction of the columns."""
         model, evaluate = self._original
-        if columns < 1:
-            # trials_of() lists narrower models only where there is a train().
-            model, evaluate = train(columns)
-        tables = tuple(map(shape_of, ModelTables(model).locate()))
+        with self._world.agreeing("train()"):
+            if columns < 1:
+                # trials_of() lists narrower models only where there is a train().
+                model, evaluate = train(columns)
+            tables = tuple(map(shape_of, ModelTables(model).locate()))
         for trial in trials:
             # The weights are restored on leaving, also after an error of evaluate().
             with serving(model, trial.candidate):
@@ -504,7 +509,8 @@ class _Measurements:
                 hashes.append(f"{data.name} {rect} {hash_tensor(shards[rect])}")
         # Metrics are rounded: the order of sums may differ from run to run.
         metrics = {name: f"{value:.5g}" for name, value in self.full.items()}
-        text = json.dumps([self._world.all_gather_json(hashes), metrics])
+        everywhere = sorted({*chain(*self._world.all_gather_json(hashes))})
+        text = json.dumps([everywhere, metrics])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _read(self) -> dict[str, dict[str, Any]]:

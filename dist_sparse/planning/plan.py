@@ -524,7 +524,7 @@ def untouched_rows(
             by_ranks[ranks].append(data)
     counts: dict[str, int] = {}
     # Over the world, because a table of a few ranks reports errors to these alone.
-    with world.agreeing("plan(), counting rows"):
+    with world.agreeing("plan()"):
         # All ranks use one order, or groups that overlap would wait for each other.
         for ranks in sorted(by_ranks):
             touched = gather_rows(by_ranks[ranks], partial(_touched_flags, sums), _reported_rects)

@@ -215,7 +215,8 @@ def _steps_of(
     # Unknown values are left out: a gap in the line means a value that is not finite.
     points = finite(values)
     if points:
-        points.append((end, points[-1][1]))
+        # A compared run may be longer than the first one.
+        points.append((max(end, points[-1][0]), points[-1][1]))
     return thinned(points)
 
 

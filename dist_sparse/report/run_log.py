@@ -180,6 +180,8 @@ class RunLog:
                 self._file = open_log(self.folder, about, resume)
                 self._sinks = given_sinks
         self._enforcer = enforcer
+        # An enforcer counts since it was attached, and may have more logs than this one.
+        self._enforced_before = getattr(enforcer, "seconds", 0.0)
         self._slots = slots
         self._sparsifier = sparsifier
         self._take_records: Callable[[], list[StepRecord]] = list
@@ -253,7 +255,7 @@ class RunLog:
             tables = _end_of_tables(self._sparsifier)
             seconds["masks"] = self._mask_seconds
         if self._enforcer is not None:
-            seconds["enforcement"] = self._enforcer.seconds
+            seconds["enforcement"] = self._enforcer.seconds - self._enforced_before
         seconds["total"] = self._elapsed()
         self._write(kind="end", step=self._last_step, seconds=seconds, tables=tables)
 

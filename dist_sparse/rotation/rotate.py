@@ -242,8 +242,7 @@ def check_group(group: Sequence[ShardedData]) -> None:
         if (data.shape[1], data.ranks) != (first.shape[1], first.ranks):
             raise ValueError(
                 f"Tables {first.name!r} and {data.name!r} can't be rotated together: widths"
-                f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks}; both"
-                " must be equal."
+                f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks}."
             )
         refuse_cut_copies(data, "rotated")
 

@@ -189,7 +189,7 @@ def export(
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
-        facts["sparse has codes"] = coded is not None
+        facts["codes"] = coded is not None
         facts["since"] = [str(folder) for folder in before]
         # If ranks disagreed in these, they would wait for messages that no rank sends.
         facts.update({f"table {data.name!r}": _placement(data) for data in located})

@@ -51,7 +51,7 @@ from dist_sparse.serving.manifest import Collection, Delta, Manifest
 from dist_sparse.torchrec import kernels
 
 # How ids out of range are served; see load_served().
-UnknownIds = Literal["zero", "raise", "id0"]
+UnknownIds = Literal["zero", "raise"]
 
 
 class ServedLookup(nn.Module):
@@ -180,8 +180,8 @@ class ServedLookup(nn.Module):
                 " it is weighted."
             )
         # FBGEMM would read behind weights that are too few.
-        wrong = weights is not None and weights.shape != ids.shape
-        refuse({"Weights must have the shape of the ids.": wrong})
+        text = "Weights must have the shape of the ids."
+        refuse({text: weights is not None and weights.shape != ids.shape})
         return self(ids, lengths, weights)
 
     def example(self, ids: Tensor) -> tuple[Tensor, ...]:
@@ -201,9 +201,6 @@ class ServedLookup(nn.Module):
             described = self.unknown_lookups.add(ids, rows == UNKNOWN, counts.tolist())
             if self.unknown == "raise":
                 raise ValueError("Out of range: " + "; ".join(described.values()) + ".")
-        if self.unknown == "id0":
-            # Id 0 may be removed itself, so its row is looked up like any other.
-            rows = self.index(torch.where(rows == UNKNOWN, 0, ids), counts)
         # FBGEMM ignores strides.
         weights = None if weights is None else weights.contiguous()
         batch = JaggedRows(rows.clamp(min=REMOVED), offsets, counts, weights)
@@ -437,8 +434,7 @@ class Served(nn.Module):
         """
         if self.lookup.unknown == "raise":
             raise ValueError(
-                "Invalid unknown='raise': a saved lookup can't raise; load the artifact with 'zero'"
-                " or 'id0'."
+                "Invalid unknown='raise': a saved lookup can't raise; load it with 'zero'."
             )
         any_size = {0: torch.export.Dim.DYNAMIC}
         # Two ids for each feature: torch.export may specialize on an example of size 0 or 1.
@@ -526,8 +522,8 @@ def load_served(
         unknown: how an id out of the range of its table is served, such as an id that is newer than
             the model. ``"zero"``: like a removed id, as a zero vector that adds nothing to a sum
             and counts in a mean (it never reads the default row). ``"raise"``: a ValueError names
-            table, id and rows. ``"id0"``: like id 0, as FBGEMM does. In each case the returned
-            module's ``unknown`` counts them by table.
+            table, id and rows. In both cases the returned module's ``unknown`` counts them by
+            table.
         by_path: return a dictionary from the paths of collections in the model to modules. A model
             with several collections gets it in any case; pass True so that type checkers know.
 

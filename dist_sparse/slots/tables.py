@@ -321,7 +321,7 @@ class FollowingTables:
         has_loaded = holders != self._known_holders
         # A model's state has reservations if it was saved with batches in flight. Without the state
         # of the slots no step admits them.
-        with self._group.agreeing("step(), admitting ids"):
+        with self._group.agreeing("step()"):
             self._admit()
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
         ahead = max(table.ids.ahead for table in self._tables)

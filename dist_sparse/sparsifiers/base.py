@@ -212,6 +212,7 @@ class BaseDataSparsifier(MaskUpdater):
         Raises:
             ValueError: the name is not that of plain data.
         """
+        self._refuse_while_enforced()
         if self._store(name) is not self.masks.plain:
             raise ValueError(f"{name!r} is a sharded table: squash_mask() ends its mask.")
         self.masks.plain.drop(name)
@@ -587,7 +588,7 @@ def _overrides(
         matching = [data for data in located if fnmatch.filter([data.name, str(data.fqn)], glob)]
         wrong_keys = (
             f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
-            f" {sorted(defaults)}. Map either keys to values or globs to such mappings."
+            f" {sorted(defaults)}. Map keys to values, or globs to such mappings."
         )
         no_match = f"Invalid config: {glob!r} matches no table; there are {list(given)}."
         refuse({wrong_keys: unknown, no_match: not matching})

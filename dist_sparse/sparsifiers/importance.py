@@ -204,7 +204,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self.counts_lookups and data.kernel not in FUSED:
             raise ValueError(
                 f"Table {data.name!r}: score='frequency' needs a fused optimizer, and this table is"
-                f" {data.kernel or data.sharding}; 'accumulator' needs Adagrad only."
+                f" {data.kernel or data.sharding}."
             )
         return super().check_config(data, config)
 
@@ -249,6 +249,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             ValueError: the score of a table is not known on this rank; names it.
         """
         self._totals = {}
+        self.scored_by = checks.choice("score", self.scored_by, SCORES)
         if self.scored_by == "norm":
             return
         # Call it for "frequency" too: it raises without an enforcer, which counts the lookups.
@@ -257,8 +258,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             raise ValueError(
                 f"Table {unknown[0]!r}: no Adagrad steps it, so there are no sums of squared"
                 " gradients. Use score='norm', or 'frequency' for a fused table."
-                " level='untouched' needs a record of lookups: Adagrad, or a fused optimizer with"
-                " score='frequency'."
+                " level='untouched' needs Adagrad, or score='frequency'."
             )
         for name, data in located.items():
             if self.scored_by == "frequency":

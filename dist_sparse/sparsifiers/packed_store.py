@@ -521,7 +521,7 @@ class PackedStore:
         if entries.keys() != self._tables.keys():
             raise ValueError(
                 f"The registered tables {sorted(self.names)} are not those of the state,"
-                f" {sorted(entries)}: call add_model() on the same tables before loading."
+                f" {sorted(entries)}: register the same ones first."
             )
         masks = pieces.mapping_of(saved, "masks")
         counts = pieces.mapping_of(saved, "counts")

@@ -334,7 +334,9 @@ class ScoreSparsifier(BaseDataSparsifier):
         floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)
         # A floor of 0.07 keeps 7 of 100 blocks, although 0.07 * 100 is 7.000000000000001.
         most = blocks - math.ceil(floor * blocks - 1e-9)
-        if choice("scope", self.scope, SCOPES) == "global":
+        scope: Any = choice("scope", self.scope, SCOPES)
+        self.scope = scope
+        if self.scope == "global":
             _check_pooled(data, block)
             # Below level 1, at least one block stays, however small its scores.
             if level < 1:

@@ -140,7 +140,9 @@ def update_masks(sparsifier: MaskUpdater) -> None:
             if recorder is not None:
                 recorder.note(packed, located, new_masks, sparsifier.data_groups)
             if masks.undo is not None:
-                masks.undo.keep(masks, located, new_masks)
+                # It copies the removed weights: a rank may run out of memory.
+                with packed.agreeing("step()"):
+                    masks.undo.keep(masks, located, new_masks)
             _apply(packed, located, new_masks)
     except BaseException:
         # KeyboardInterrupt too: no mask of plain data may stay half edited.

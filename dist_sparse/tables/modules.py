@@ -426,7 +426,9 @@ def _replicated(
     alone."""
     parameter = at.module._parameters.get(attribute)
     ranks = at.ranks(attribute)
-    if (reason := _reason_against(parameter)) is not None:
+    # FSDP leaves a flat slice in the place of a table.
+    dims = (2,) if isinstance(at.module, nn.Embedding | nn.EmbeddingBag) else (0, 1, 2)
+    if (reason := _reason_against(parameter, dims)) is not None:
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")
     assert parameter is not None
     # Of .data: autograd must not see that masks are applied.
@@ -434,7 +436,7 @@ def _replicated(
     return whole(name, view, ranks, fqn=fqn, features=features)
 
 
-def _reason_against(parameter: Any) -> str | None:
+def _reason_against(parameter: Any, dims: Sequence[int]) -> str | None:
     """Return why a parameter can't be masked; None if it can."""
     if parameter is None:
         return "is computed (parametrized, or flattened by FSDP); only parameters can be masked"
@@ -442,8 +444,8 @@ def _reason_against(parameter: Any) -> str | None:
         return "is not initialized yet; run a forward first"
     if type(parameter.data) is not Tensor:
         return f"is a {type(parameter.data).__name__}; register it by add_data"
-    if parameter.ndim > 2:
-        return f"has the shape {tuple(parameter.shape)}; only 1-D and 2-D ones can be registered"
+    if parameter.ndim not in dims:
+        return f"has the shape {tuple(parameter.shape)}; must have {dims} dimensions"
     return None
 
 

@@ -323,8 +323,7 @@ def check_memory(name: str, tensor: Tensor) -> None:
         if size > 1 and stride <= span:
             raise ValueError(
                 f"Table {name!r}: its weights of shape {tuple(tensor.shape)} have the strides"
-                f" {tensor.stride()}, so several elements share memory and can't be masked apart;"
-                " register a clone()."
+                f" {tensor.stride()}, so elements share memory; register a clone()."
             )
         span += stride * (size - 1)
 

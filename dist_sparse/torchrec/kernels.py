@@ -19,10 +19,11 @@ POOLING = {"sum": 0, "mean": 1, "none": 2}
 
 
 def available() -> bool:
-    """Return whether FBGEMM is installed, with its operators loaded."""
+    """Return whether FBGEMM is installed, with its operators loaded. The build for CUDA does not
+    load without it."""
     try:
         import fbgemm_gpu  # noqa: F401  (it registers the operators)
-    except ImportError:
+    except (ImportError, OSError):
         return False
     return True
 

@@ -133,7 +133,8 @@ class SparsifyArgs:
             self.schedule = _SCHEDULES["constant" if self.end is None else "cubic"]
         # "norm_accumulator", the default elsewhere, reads an optimizer's sums of whole rows, and
         # would ignore a norm.
-        if self.score is None and (self.norm is not None or self.block != (1, ROW)):
+        rows = (1, ROW), [1, ROW]
+        if self.score is None and (self.norm is not None or self.block not in rows):
             self.score = "norm"
         for argument, default in {"norm": "L2", "rotate": [], "decay": 1.0}.items():
             if getattr(self, argument) is None:
@@ -523,8 +524,9 @@ class _PrunedTable:
     def removed_at(self, step: int, is_global: bool) -> int:
         """Return the number of blocks removed at the level ``step / _STEPS``."""
         removed = math.ceil(step / _STEPS * self.blocks)
-        # With scope="global" the sparsifier removes elsewhere the blocks that a floor keeps.
-        return removed if is_global else min(removed, self.most_removed)
+        # With scope="global" the sparsifier removes elsewhere the blocks that a floor keeps. At
+        # least one block stays: level 1 would lift that limit.
+        return min(removed, max(self.blocks - 1, 0) if is_global else self.most_removed)
 
     def served_bytes(self, removed: int) -> int:
         """Return the bytes of the table without so many blocks."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dist_sparse.groups import (
-    Facts,
     Group,
     Replica,
     cut,
@@ -37,11 +36,10 @@ def replicas_of(located: Located) -> list[str]:
     # One rank has no replicas, and does not communicate.
     if world.size == 1 or not names:
         return []
-    # agree() raises for facts that differ. Replicas it reports in facts.drifted instead: ranks may
-    # train different models on purpose.
-    facts = Facts()
-    facts.replicas |= _hashes(world, names, located)
-    world.agree("sparsify()", facts)
+    # An agreement raises for facts that differ. Replicas it reports in facts.drifted instead: ranks
+    # may train different models on purpose.
+    with world.agreeing("sparsify()") as facts:
+        facts.replicas |= _hashes(world, names, located)
     replicas = names
     rule = (
         "They are equal on all ranks, so they are taken for replicas: mask updates raise an error"

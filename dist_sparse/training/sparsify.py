@@ -264,7 +264,9 @@ class SparseTraining:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`: masks, configurations, score and the whole schedule, which
-        replace the arguments of :func:`sparsify`. Removed weights are zeroed at once. Collective.
+        replace the arguments of :func:`sparsify`. The curve, ``norm``, ``decay`` and
+        ``optimizer_state`` are not saved: pass the same ones. Removed weights are zeroed at once.
+        Collective.
 
         To go back to earlier weights (early stopping), load the model's state too, before the next
         forward::
@@ -284,8 +286,7 @@ class SparseTraining:
             warn_on_first_rank(
                 f"The state's schedule ends at step {self.scheduler.end} and replaces end=None:"
                 " masks freeze then. Load its masks alone, by"
-                " sparse.sparsifier.load_state_dict(state['sparsifier']), to update them for"
-                " good.",
+                " sparse.sparsifier.load_state_dict(state['sparsifier']).",
                 stacklevel=2,
             )
 
@@ -381,7 +382,7 @@ class SparseTraining:
         ):
             warn_on_first_rank(
                 'level="untouched" has removed no row: training has touched every row, or its'
-                " lookups have no record (optimizer state that was loaded without them, or reset).",
+                " lookups have no record (optimizer state was not loaded, or reset).",
                 stacklevel=3,
             )
         self.scheduler.step()
@@ -401,8 +402,8 @@ class SparseTraining:
         if self._warns and not self.finished and self.scheduler.end is not None:
             self._warns = False
             warn_on_first_rank(
-                f"Sparse training stopped at step {self.scheduler.last_epoch} of the schedule,"
-                f" before end={self.scheduler.end}: the final level has not been reached.",
+                f"Sparse training stopped at step {self.scheduler.last_epoch}, before the last mask"
+                f" update (end={self.scheduler.end}).",
                 stacklevel=3,
             )
 

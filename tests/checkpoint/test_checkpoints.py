@@ -8,11 +8,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from dist_sparse import Checkpoints
+from dist_sparse import Checkpoints, RunLog
 from dist_sparse.checkpoint.checkpoints import summary
 from dist_sparse.cli.main import main
 from tests.checkpoint.models import Job, same
@@ -275,3 +276,40 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "step-00000002" / "values.json").write_text("{}")
     assert main(["inspect", str(tmp_path / "step-00000002")]) == 1
     assert "values.json is damaged" in " ".join(capsys.readouterr().err.split())
+
+
+def test_extra_is_copied_at_once(tmp_path: Path) -> None:
+    job, progress = Job(tmp_path), {"samples": 1}
+    job.checkpoints.save_async(np.int64(1), **job.parts, extra=progress)  # type: ignore[arg-type]
+    progress["samples"] = 2
+    # Another object for the same folder: it waits for the write.
+    found = Checkpoints(tmp_path).resume_latest(**job.parts)
+    assert found is not None and (found.step, found.extra) == (1, {"samples": 1})
+
+
+def test_a_scheduler_that_is_made_after_the_resume(tmp_path: Path) -> None:
+    """It reads initial_lr from the groups."""
+
+    def scheduler(optimizer: Any, last: int) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5, last_epoch=last)
+
+    job = Job(tmp_path)
+    before = scheduler(job.optimizers[1], -1)
+    job.optimizers[1].step()
+    before.step()
+    job.checkpoints.save(1, **job.parts)
+    resumed = Job(tmp_path, seed=1)
+    resumed.checkpoints.resume_latest(**resumed.parts)
+    after = scheduler(resumed.optimizers[1], 0)
+    assert after.base_lrs == before.base_lrs
+
+
+def test_a_run_with_checkpoints_in_it_is_inspected_as_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path)
+    job.train(0, 2, save=True)
+    with RunLog(tmp_path) as log:
+        log.step(0, loss=0.5)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "loss" in capsys.readouterr().out

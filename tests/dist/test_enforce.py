@@ -136,6 +136,22 @@ def test_batches(name: str) -> None:
 
 
 @on_ranks(2)
+def test_a_validation_in_inference_mode_sees_new_masks_first() -> None:
+    """What is made for them must not be inference tensors: the next backward writes it."""
+    cell = trained_cells(2)["row_wise"]
+    run = Run(build(cell, FUSED[0]), (1, 4))
+    batch = everything(cell.tables)
+    run.train(batch)
+    run.move(0.5)
+    # FBGEMM's CPU kernel has no inference mode; the masks are read before it is called.
+    with torch.inference_mode(), pytest.raises(NotImplementedError):
+        run.model(batch)
+    for _ in range(2):
+        run.train(batch)
+    run.check_reads(revived=True)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("name", FEW)
 def test_ids_outside(name: str) -> None:
     """Ids that no table has: FBGEMM warns and reads row 0, in which something is removed. (-1 is an

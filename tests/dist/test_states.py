@@ -113,7 +113,7 @@ def test_a_state_without_a_table(world: int) -> None:
     refused(
         lambda s: s["sharded"].update(tables="{"), r"tables of the state must be a mapping as JSON"
     )
-    refused(unknown, r"not those of the state.*'other'.*add_model")
+    refused(unknown, r"not those of the state.*'other'.*register")
     last = world - 1  # table-wise, there
     refused(
         at("word", lambda t: t.update(shape=(30, 12))),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
 from dist_sparse import BaseDataSparsifier, ImportanceSparsifier
-from dist_sparse.enforcer.rows import KeptIds
+from dist_sparse.enforcer.rows import KeptIds, rows_by_feature
 
 Bag = list[int]
 
@@ -135,3 +135,11 @@ def test_who_gets_zeros() -> None:
     sparsifier.scored_by = "norm_accumulator"
     assert not sparsifier.trains_removed
     assert not BaseDataSparsifier.trains_removed
+
+
+def test_flags_are_on_the_device_of_the_ids() -> None:
+    """Without a GPU: the meta device takes part in no operation with the CPU."""
+    ids = torch.zeros(4, dtype=torch.int64, device="meta")
+    kept = torch.zeros(8, dtype=torch.bool, device="meta")
+    [(_, _, belongs)] = rows_by_feature({0: kept}, [0], ids, [0, 4])
+    assert belongs.device == ids.device

@@ -217,3 +217,14 @@ def test_what_a_model_is_wrapped_in_does_not_matter() -> None:
 def test_schedules_check_their_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Invalid d_model="):
         Noamlr("SGD", {"lr": 0.1}, Two(), **wrong)
+
+
+def test_arguments_of_other_kinds() -> None:
+    with pytest.raises(ValueError, match="Invalid model of type generator"):
+        made(Two().parameters())  # type: ignore[arg-type]
+    step = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(Two().parameters()), 1)
+    with pytest.raises(ValueError, match="Invalid data_scheduler: it schedules another sparsifier"):
+        made(data_scheduler=step)
+    for wrong in ({"use_amp": "bf16"}, {"distributed": "false"}):
+        with pytest.raises(ValueError, match="use_amp and distributed must be True or False"):
+            made(**wrong)

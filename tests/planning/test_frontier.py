@@ -215,3 +215,33 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
     assert main([*words, "--metric", "auc"]) == 2
     assert "Invalid --metric='auc'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["NE", "Loss"])
+def test_names_of_metrics_in_any_case(name: str) -> None:
+    """The default knows ne and loss: more of them is worse."""
+    model = table(4)
+    error = error_of(model)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {name: error(model)["error"]}
+
+    result = frontier(model, evaluate, budgets=[0.5, 0.2], methods=["bits"], tolerance=0.5)
+    assert result.loss(result.points[-1]) > 0 and "less is better" in str(result)
+    with pytest.raises(ValueError, match=r"Invalid budgets=0\.1: must be a list"):
+        frontier(model, evaluate, budgets=0.1)  # type: ignore[arg-type]
+
+
+def test_metrics_are_shown_under_their_names() -> None:
+    """Also where evaluate() returns them in another order."""
+    model = table(4)
+    calls = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        calls.append(model)
+        found = {"auc": 0.7, "ne": 0.9}
+        return dict(reversed(found.items())) if len(calls) > 1 else found
+
+    result = frontier(model, evaluate, budgets=[0.5], methods=["bits"])
+    rows = [line.split() for line in str(result).splitlines() if "%" in line and "as" not in line]
+    assert rows and all(row[-2:] == ["0.7000", "0.9000"] for row in rows)

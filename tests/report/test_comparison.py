@@ -395,3 +395,24 @@ def test_a_series_is_drawn_against_the_baseline(tmp_path: Path) -> None:
     assert found["value_auc"].title == "AUC, training"
     (line,) = less.lines
     assert line.points == tuple((step, 0.25) for step in range(0, 10, 2)) and line.role == "main"
+
+
+def test_a_longer_run_is_drawn_to_its_own_end(tmp_path: Path) -> None:
+    """Not back to the end of the first one."""
+
+    def logged(folder: Path, steps: int) -> Path:
+        model = torch.nn.EmbeddingBag(40, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sparse = sparsify(model, optimizer, level=0.5, end=steps - 1, every=1)
+        with RunLog(folder, sparse) as log:
+            for step in range(steps):
+                sparse.step()
+                log.step(step, loss=1.0)
+        return folder
+
+    run = read_run(logged(tmp_path / "short", 3), logged(tmp_path / "long", 9))
+    [chart] = [each for each in charts(run) if each.key == "sparsity"]
+    for line in chart.lines:
+        steps = [step for step, _ in line.points]
+        assert steps == sorted(steps)
+    assert max(max(step for step, _ in line.points) for line in chart.lines) == 8

@@ -177,6 +177,11 @@ def test_what_sparsify_returned_is_logged_with_its_enforcer(tmp_path: Path) -> N
     [end] = [line for line in lines_of(tmp_path) if line["kind"] == "end"]
     assert end["tables"][0]["removed_blocks"] == 10
     assert end["seconds"]["enforcement"] > 0 and end["seconds"]["masks"] > 0
+    # A second log has none of the seconds before it.
+    with RunLog(tmp_path / "second", sparse) as log:
+        log.step(3, loss=1.0)
+    [end] = [line for line in lines_of(tmp_path / "second") if line["kind"] == "end"]
+    assert end["seconds"]["enforcement"] == 0
 
 
 def test_all_mask_updates_between_two_calls_are_logged(tmp_path: Path) -> None:

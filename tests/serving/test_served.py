@@ -332,10 +332,7 @@ def test_unknown_ids_of_bags(tmp_path: Path, fbgemm: bool, ids: Tensor, pooling:
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert torch.equal(got[:, :8], served(removed, lengths, weights)[:, :8])
     assert served.unknown == {"t": 8, "dense": 4}
-    as_zero = one(path, fbgemm=fbgemm, unknown="id0")
     clamped = torch.where((many < 0) | (many > 59), 0, many)
-    assert torch.equal(as_zero(many, lengths, weights), served(clamped, lengths, weights))
-    assert as_zero.unknown == {"t": 8, "dense": 4}
     strict = one(path, fbgemm=fbgemm, unknown="Raise")  # case does not matter
     assert torch.equal(strict(clamped, lengths, weights), served(clamped, lengths, weights))
     with pytest.raises(
@@ -345,10 +342,9 @@ def test_unknown_ids_of_bags(tmp_path: Path, fbgemm: bool, ids: Tensor, pooling:
         strict(many, lengths, weights)
     assert strict.unknown == {"t": 8, "dense": 4}
     modules = write(tmp_path / "bag", ("", "embedding_bag", [Source("t", weight, pooling=pooling)]))
-    for unknown, other in (("zero", removed), ("id0", clamped)):
-        bag = one(modules, fbgemm=fbgemm, unknown=unknown)
-        assert torch.equal(bag(many.view(6, 3)), bag(other.view(6, 3)))
-        assert bag.unknown == {"t": 12}
+    bag = one(modules, fbgemm=fbgemm)
+    assert torch.equal(bag(many.view(6, 3)), bag(removed.view(6, 3)))
+    assert bag.unknown == {"t": 12}
 
 
 @FBGEMM
@@ -358,12 +354,9 @@ def test_unknown_ids_of_sequences(tmp_path: Path, fbgemm: bool, ids: Tensor) -> 
     weight[0], weight[5] = 1.0, 2.0
     of = [Source("t", weight, ["a"], "none")]
     path = write(tmp_path / "served", ("words", "sequence", of), ("ids", "embedding", of))
-    zero, as_zero = (
-        load_served(path, fbgemm=fbgemm),
-        load_served(path, fbgemm=fbgemm, unknown="id0"),
-    )
+    zero = load_served(path, fbgemm=fbgemm)
     strict = load_served(path, fbgemm=fbgemm, unknown="raise")
-    assert isinstance(zero, dict) and isinstance(as_zero, dict) and isinstance(strict, dict)
+    assert isinstance(zero, dict) and isinstance(strict, dict)
     for name, args in (("words", (ids, torch.tensor([6]))), ("ids", (ids,))):
         assert zero[name](*args).tolist() == [
             [0.0] * 4,
@@ -373,7 +366,6 @@ def test_unknown_ids_of_sequences(tmp_path: Path, fbgemm: bool, ids: Tensor) -> 
             [0.0] * 4,
             [1.0] * 4,
         ]
-        assert as_zero[name](*args)[:, 0].tolist() == [1.0, 1.0, 2.0, 1.0, 1.0, 1.0]
         with pytest.raises(ValueError, match="id -1 of table 't', which has 60 rows"):
             strict[name](*args)
     assert zero["ids"](ids.view(2, 3)).shape == (2, 3, 4)
@@ -416,7 +408,6 @@ def artifacts(folder: Path) -> dict[str, tuple[Path, dict[str, Any], tuple[Tenso
     sequence = [Source("t", table(90, 4, 0.5), ["a", "b", "c", "d"], "none")]
     one_table = [Source("t", table(90, 4, 0.5), pooling="mean")]
     return {
-        "id0": (bag, {"unknown": "id0"}, (ids, lengths, weights)),
         "fbgemm": (bag, {"fbgemm": True}, (ids, lengths, weights)),
         "torch": (bag, {"fbgemm": False}, (ids, lengths, weights)),
         "int4": (int4, {"fbgemm": False}, (ids, lengths)),
@@ -436,7 +427,7 @@ def artifacts(folder: Path) -> dict[str, tuple[Path, dict[str, Any], tuple[Tenso
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["id0", "fbgemm", "torch", "int4", "sequence", "bag of torch", "table of torch"]
+    "name", ["fbgemm", "torch", "int4", "sequence", "bag of torch", "table of torch"]
 )
 def test_pt2_is_equal(tmp_path: Path, name: str) -> None:
     """Another batch than the one that was traced, a batch of one, empty bags, and wrong lengths."""

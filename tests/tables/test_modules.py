@@ -261,7 +261,10 @@ REFUSED_TENSORS = {
     ),
     "parametrized": (_parametrized, "weight is computed"),
     "lazy": (_lazy, "1.weight is not initialized yet; run a forward first"),
-    "n-d": (lambda: nn.Conv1d(2, 2, 2), r"weight has the shape \(2, 2, 2\); only 1-D and 2-D"),
+    "n-d": (
+        lambda: nn.Conv1d(2, 2, 2),
+        r"weight has the shape \(2, 2, 2\); must have \(0, 1, 2\) dim",
+    ),
 }
 
 
@@ -439,3 +442,11 @@ def test_metadata_that_overlaps_is_refused() -> None:
         check_data(data)
     with pytest.raises(ValueError, match="'t': the shards leave a gap"):
         check_data(replace(data, tiling=((Rect(0, 0, 3, 4),), (Rect(4, 0, 5, 4),))))
+
+
+def test_a_flat_slice_is_no_table() -> None:
+    """FSDP with use_orig_params leaves a part of a weight in its place, as a vector."""
+    table = nn.EmbeddingBag(8, 4)
+    table.weight.data = table.weight.data.flatten()[:16]
+    with pytest.raises(ValueError, match=r"weight has the shape \(16,\); must have \(2,\) dim"):
+        ModelTables(nn.ModuleDict({"t": table})).locate()

@@ -125,3 +125,11 @@ def test_tables_rotated_together_have_one_floor() -> None:
     with pytest.raises(ValueError, match=r"rotated together .* not \{'a': 0.9, 'b': 0.0\}"):
         budget_levels(args, tables, tables, {"a": 0.9})
     assert budget_levels(args, tables, tables, {"a": 0.5, "b": 0.5})
+
+
+def test_a_small_table_keeps_a_row_of_a_common_budget() -> None:
+    """At the level of all tables, 0.986, the small one would round up to level 1: without limit."""
+    model = nn.ModuleDict({"a": nn.EmbeddingBag(3200, 4), "b": nn.EmbeddingBag(16, 4)})
+    located = tables_of(model)
+    levels = budget_levels(arguments(budget="3%", scope="global"), located, located, {})
+    assert levels["b"] == 15 / 16 and levels["a"] > 0.98

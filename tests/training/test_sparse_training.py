@@ -427,7 +427,7 @@ class TestEnds:
     def test_detach_before_the_end_warns_once(self) -> None:
         model, optimizer, sparse = pair()
         train(model, optimizer, sparse, 4)
-        with pytest.warns(UserWarning, match="stopped at step 4 .* before end=6") as caught:
+        with pytest.warns(UserWarning, match="stopped at step 4, before .*end=6") as caught:
             sparse.detach()
             sparse.detach()
         assert len(caught) == 1 and not sparse.enforcer.attached
