@@ -58,8 +58,8 @@ at the end."""
 
 
 QUICK = 4
-"""`make test` runs one in so many cases of a test on ranks, the first one included; `make test-slow`
-runs the others."""
+"""`make test` runs one in so many cases of a test on ranks, of a device or of the documentation, the
+first one included; `make test-slow` runs the others."""
 
 
 # First: -m takes tests out in another of these hooks.
@@ -67,7 +67,8 @@ runs the others."""
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     cases: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("dist") and not item.get_closest_marker("slow"):
+        costs = item.get_closest_marker("dist") or item.path.parent.name in ("device", "docs")
+        if costs and not item.get_closest_marker("slow"):
             test = item.nodeid.split("[")[0]
             if cases[test] % QUICK:
                 item.add_marker(pytest.mark.slow)
