@@ -113,6 +113,7 @@ def test_load(world: int, folder: Path) -> None:
         target.step()
 
 
+@pytest.mark.slow  # as a whole: the second case loads what the first has saved
 @on_ranks(4, 2)
 def test_grids(world: int, folder: Path) -> None:
     """Of blocks that the borders of a grid cut, on four ranks and then on two, by rows and in whole
