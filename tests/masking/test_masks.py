@@ -133,3 +133,13 @@ def test_a_mask_survives_being_cut_and_put_together(mask: BlockMask, data: st.Da
 def test_bytes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="needs 2 bytes"):
         BlockMask(Rect(0, 0, 9, 4), (1, 4), torch.zeros(1, dtype=torch.uint8))
+
+
+def test_bits_behind_the_last_block_write_nothing() -> None:
+    """Of many rows whose number 8 does not divide: the bits of the last byte name no rows."""
+    rows = 2403
+    flags = torch.rand(rows) < 0.5
+    mask = BlockMask(Rect(0, 0, rows, 4), (1, 4), pack(flags))
+    weight = torch.ones(rows, 4)
+    mask.apply_(weight)
+    assert torch.equal(weight, flags.float().unsqueeze(1).expand(rows, 4))
