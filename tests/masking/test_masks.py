@@ -136,10 +136,10 @@ def test_bytes_that_do_not_fit_are_refused() -> None:
 
 
 def test_bits_behind_the_last_block_write_nothing() -> None:
-    """Of many rows whose number 8 does not divide: the bits of the last byte name no rows."""
+    """Of many blocks whose number 8 does not divide: some bits of the last byte are of none."""
     rows = 2403
-    flags = torch.rand(rows) < 0.5
-    mask = BlockMask(Rect(0, 0, rows, 4), (1, 4), pack(flags))
-    weight = torch.ones(rows, 4)
+    flags = torch.rand(rows, 3) < 0.5
+    mask = BlockMask(Rect(0, 0, rows, 12), (1, 4), pack(flags.flatten()))
+    weight = torch.ones(rows, 12)
     mask.apply_(weight)
-    assert torch.equal(weight, flags.float().unsqueeze(1).expand(rows, 4))
+    assert torch.equal(weight, flags.repeat_interleave(4, 1).float())
