@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from dist_sparse.checks import digest, encode, number
 
@@ -221,6 +222,16 @@ class Group:
         over the group."""
         return tensor.unsqueeze(0)
 
+    def all_gather_parts(self, part: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, in group order; their last dimensions may differ. Collective
+        over the group; two messages (lengths, then values), one if all are empty."""
+        lengths = self.all_gather(torch.tensor([part.shape[-1]])).flatten().tolist()
+        if not any(lengths):
+            return [part] * self.size
+        # all_gather() takes tensors of one shape, so shorter ones are padded.
+        rows = self.all_gather(functional.pad(part, (0, max(lengths) - part.shape[-1])))
+        return [row[..., :length] for row, length in zip(rows, lengths, strict=True)]
+
     def all_to_all(self, packed: Tensor, lengths: list[int], sizes: list[int]) -> Tensor:
         """Send bytes to every rank, and return what they send here, uint8, rank after rank.
         Collective. :class:`Parcels` does the bookkeeping.
@@ -311,12 +322,7 @@ class RankGroup(Group):
     def all_gather_json(self, value: Json) -> list[Json]:
         """See :meth:`Group.all_gather_json`."""
         raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-        # all_gather() takes tensors of one shape, so shorter texts are padded.
-        lengths = self.all_gather(torch.tensor([raw.numel()])).flatten().tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: raw.numel()] = raw
-        rows = self.all_gather(padded)
-        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
+        return [json.loads(bytes(part.tolist())) for part in self.all_gather_parts(raw)]
 
     def agree(self, action: str, facts: Facts, error: Exception | None = None) -> None:
         """See :meth:`Group.agree`."""

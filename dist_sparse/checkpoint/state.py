@@ -213,7 +213,8 @@ class OptimizerState:
         """Return the options and values of this rank, for :func:`gathered`."""
         options: dict[str, Json] = {}
         for group, keys in self._groups:
-            names = group.keys() - {"params", "param_names"}
+            # Sorted: a set has another order in each process, and equal states have equal files.
+            names = sorted(group.keys() - {"params", "param_names"})
             values = {
                 name: _plain(f"option {name!r} of {keys[0]!r}", group[name]) for name in names
             }

@@ -212,7 +212,7 @@ class Folders:
         Raises:
             ValueError: one is missing, damaged or no regular file; names it.
         """
-        for name in {METADATA, VALUES, *names}:
+        for name in dict.fromkeys((METADATA, VALUES, *names)):
             path = f"{self.path(marker.step)}/{name}"
             wanted, crc = marker.files[name]
             try:

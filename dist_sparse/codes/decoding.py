@@ -137,8 +137,8 @@ class DecodingHooks:
                     self._hook_kernel(kernel)
             for path, module in model.named_modules():
                 self._hook_module(path, module)
-            if self._unhooked:
-                shard = self._unhooked.pop()
+            # In the order of the model: a set has another order on each rank.
+            for shard in filter(self._unhooked.__contains__, self.shards):
                 raise ValueError(
                     f"Table {shard.name!r} can't have codes: no torch module and no sharded"
                     f" TorchRec collection looks up its shard {shard.rect}."

@@ -231,7 +231,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         """
         hooks = self._live_hooks()
         with world_group().agreeing("load_state_dict()") as facts:
-            _refuse_foreign(state_dict, set(self.books))
+            _refuse_foreign(state_dict, list(self.books))
             step = integer("step", state_dict["step"], least=0)
             fitted = state_dict["fitted"]
             schedule = Window(**state_dict["schedule"])
@@ -407,7 +407,7 @@ def _refuse_masks(
 ) -> None:
     """Refuse masks of parts of rows, because a decoded row would not be zero there, and masks of
     other sparsifiers, because their removed rows would not be zero."""
-    unknown = set(sparsifier.masks.tables.names).difference(located)
+    unknown = sorted(set(sparsifier.masks.tables.names).difference(located))
     refuse({f"Tables {unknown} of sparse are not in this model.": unknown})
     for name in groups:
         weights = [(name, weight) for _, weight in located[name].shards]
@@ -416,7 +416,7 @@ def _refuse_masks(
             but=sparsifier.masks.enforcer,
             how="pass sparse=, what sparsify() returned for them.",
         )
-    for name in sparsifier.data_groups.keys() & groups.keys():
+    for name in sorted(sparsifier.data_groups.keys() & groups.keys()):
         shape = sparsifier.data_groups[name]["sparse_block_shape"]
         block = resolve_block(name, shape, located[name].shape)
         if block[1] < located[name].shape[1]:
@@ -439,15 +439,15 @@ def _refuse_range(shard: CodedShard) -> None:
             )
 
 
-def _refuse_foreign(state: Any, tables: set[str]) -> None:
+def _refuse_foreign(state: Any, tables: list[str]) -> None:
     """Refuse what is no state of codes, or one of other tables."""
-    expected = {"schedule": {"begin", "end", "every"}, "books": tables, "codes": tables}
+    expected = {"schedule": ["begin", "end", "every"], "books": tables, "codes": tables}
     wrong = (
         f"Invalid state of codes: must have step, fitted, and mappings with the keys {expected}."
     )
     refuse({wrong: not isinstance(state, Mapping) or set(state) != {"step", "fitted", *expected}})
     for key, names in expected.items():
-        refuse({wrong: not isinstance(state[key], Mapping) or set(state[key]) != names})
+        refuse({wrong: not isinstance(state[key], Mapping) or set(state[key]) != set(names)})
     refuse({f"Invalid fitted={state['fitted']!r}: must be a bool.": state["fitted"] not in (0, 1)})
 
 

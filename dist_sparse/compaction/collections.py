@@ -144,8 +144,6 @@ class CompactIds(nn.Module):
             raise ValueError(
                 "Batch sizes that differ between features are not supported by compact collections."
             )
-        if features.keys() == self._features:
-            return features
         return reordered(features, self._features)
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:

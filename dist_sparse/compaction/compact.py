@@ -11,7 +11,7 @@ Both have three phases. All ranks must succeed in one part of a phase before any
    This can't be undone.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -218,7 +218,11 @@ def _plan_changes(
     located = store.locate()
     for name in sorted(losing.difference(widths)):
         _refuse_partial_rows(located[name], store.table(name).block)
-    sparsified = _sparsified_modules(store.sources)
+    # All modules of the models that tables were registered from. Names alone do not tell: another
+    # model may have tables of the same names. The source of tensors that were registered without a
+    # model has no such attribute.
+    models = [getattr(source, "model", nn.Module()) for source in store.sources]
+    sparsified = set(nn.ModuleList(models).modules())
     registered = {data.fqn: name for name, data in located.items()}
     changes = []
     missing = set(losing)
@@ -234,18 +238,13 @@ def _plan_changes(
         changes.append(Change(site, rows, names, widths=_site_widths(site, names, widths)))
         missing.difference_update(names.values())
     for group in getattr(sparsifier.masks.rotation, "groups", ()):
-        _refuse_uneven(group, widths)
+        # A collection of one width may have parted the group.
+        left = {name: widths[name] for name in group if name in widths}
+        uneven = f"Tables rotated together keep other columns each, {left}: give all one level."
+        refuse({uneven: len(set(left.values())) > 1})
     rule = f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
     refuse({rule: missing})
     return changes
-
-
-def _sparsified_modules(sources: Iterable[object]) -> set[nn.Module]:
-    """Return all modules of the models that tables were registered from. Names alone do not tell:
-    another model may have tables of the same names."""
-    # The source of tensors that were registered without a model has no such attribute.
-    models = [getattr(source, "model", nn.Module()) for source in sources]
-    return set(nn.ModuleList(models).modules())
 
 
 def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -> dict[str, int]:
@@ -263,13 +262,6 @@ def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -
         # In place: finish() moves the rotations by the same widths.
         widths |= dict.fromkeys(narrower, widest)
     return {table: widths[name] for table, name in names.items() if name in widths}
-
-
-def _refuse_uneven(group: Sequence[str], widths: Mapping[str, int]) -> None:
-    """Refuse a group of rotated tables that a collection of one width would part."""
-    kept = {name: widths[name] for name in widths.keys() & set(group)}
-    rule = f"Tables rotated together keep other columns each, {kept}: give all of them one level."
-    refuse({rule: len(set(kept.values())) > 1})
 
 
 def _refuse_partial_rows(data: ShardedData, block: Block) -> None:

@@ -448,23 +448,15 @@ class StoredTables:
             return 0.0
         return self._steppers.initial(self.parameters[table], name)
 
-    def layouts(self, table: str) -> dict[str, _Layout]:
-        """Return the kind of each state of a table, by name; none on a rank without a shard."""
+    def layouts(self, table: str) -> dict[str, tuple[str, bool, int]]:
+        """Return the dtype of each state of a table, whether it has one value per row, and its
+        number of dimensions, by name; none on a rank without a shard. JSON carries them."""
         found = {}
         for name, (state, *_) in self.states(table).items():
             rowwise = state.shape != self.weights(table)[0].shape
             dtype = str(state.dtype).removeprefix("torch.")
-            found[name] = _Layout(dtype, rowwise, state.dim())
+            found[name] = dtype, rowwise, state.dim()
         return found
-
-
-class _Layout(NamedTuple):
-    """The layout of an optimizer state: its dtype, whether it has one value per row, and its number
-    of dimensions. JSON carries it between ranks."""
-
-    dtype: str
-    rowwise: bool
-    dims: int
 
 
 def _by_shard(tensor: Tensor, data: ShardedData) -> list[Tensor]:

@@ -431,9 +431,8 @@ class Rebuild:
             others = sorted(type(module).__name__ for module in tied)
             around = [type(each).__name__ for each in wrappers if site.module in each.modules()]
             refusal = site.refusal(self._model, narrowed)
-            if refusal:
-                raise ValueError(f"{site.label} {refusal}")
             rules = {
+                str(refusal): refusal,
                 f"is inside {' in '.join(around)}, which holds on to the old parameters:"
                 f" {self._action} the module inside, and wrap the result again.": around,
                 **self._rules(site, narrowed),

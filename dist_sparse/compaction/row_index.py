@@ -142,13 +142,6 @@ class RowIndex(nn.Module):
         super()._load_from_state_dict(*args)
         self._count()
 
-    def keep(self, ids: Tensor) -> None:
-        """Keep the rows of distinct ids, int64 ``(n,)``, and no others, in place."""
-        self.words.zero_()
-        # The sum of different bits is their union; 1 << 31 becomes the sign.
-        self.words.index_add_(0, ids >> 5, (1 << (ids & 31)).int())
-        self._count()
-
     @classmethod
     def of(cls, kept: Tensor, default_row: bool = False) -> RowIndex:
         """Return the index of a table from flags of its kept rows: bool ``(rows,)``."""
@@ -252,7 +245,6 @@ class RowIndexes(nn.Module):
         self.only_last = of_tables[0][0] if len(features) == len(tables) == 1 else -1
         of_features = torch.tensor([of_tables[table] for table in features]).view(-1, 3)
         self.register_buffer("of_features", of_features.T.contiguous())
-        self.nbytes = 2 * self.words.nbytes + self.of_features.nbytes
 
     def tables(self) -> dict[int, RowIndex]:
         """Return a copy of each table's index, by the table's position; none of tables that keep

@@ -346,8 +346,10 @@ def initial_rows(
     digest = hashlib.blake2b(f"{seed} {table}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
     column = torch.tensor(list(columns), dtype=torch.int64, device=ids.device)
-    # One round for the id and one for the column: neither neighbouring rows nor columns correlate.
-    mixed = _mix(_mix(ids.long() + key)[:, None] + column * STEP)
+    # SplitMix64's next number after a state, once for the id and once for the column: neither
+    # neighbouring rows nor columns correlate.
+    rows = mix64(ids.long() + key + STEP)[:, None]
+    mixed = mix64(rows + column * STEP + STEP)
     # In the open interval (0, 1): the inverse normal distribution is infinite at both ends.
     drawn = (logical_shift(mixed, 64 - _DIGITS).double() + 0.5) / 2**_DIGITS
     if bounds is not None:
@@ -382,8 +384,3 @@ def draw_rows(
     for some, at in zip(torch.split(ids, most), torch.split(places, most), strict=True):
         drawn = initial_rows(seed, table, some.to(device), columns, bounds)
         weight[at.to(device)] = drawn.to(weight.dtype)
-
-
-def _mix(value: Tensor) -> Tensor:
-    """Return SplitMix64's next number after each state."""
-    return mix64(value + STEP)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.checks import refuse
 from dist_sparse.enforcer import Clock, Hook, Hooks, timed
@@ -445,9 +444,11 @@ class DenseWeights:
         _watch_new_optimizers()
         _hooked.add(self)
         for target in self.targets:
-            self._hook_owner(target.holder.module, target)
+            self._hook_owner(target)
 
-    def _hook_owner(self, module: nn.Module, target: Target) -> None:
+    def _hook_owner(self, target: Target) -> None:
+        module = target.holder.module
+
         def before(*_: Any) -> None:
             self._before_read()
             self._clean(target)
@@ -550,7 +551,7 @@ _hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()
 
 
 @cache
-def _watch_new_optimizers() -> RemovableHandle:
+def _watch_new_optimizers() -> None:
     """Attach, once for the process, a hook that finds optimizers made later. It is never removed:
     the last instance may be freed while torch iterates over its hooks."""
 
@@ -560,7 +561,7 @@ def _watch_new_optimizers() -> RemovableHandle:
             for weights in list(_hooked):
                 weights.find_targets(optimizer)
 
-    return register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_pre_hook(before_step)
 
 
 def _sample(

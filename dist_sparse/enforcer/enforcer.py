@@ -560,9 +560,13 @@ def refuse_masked(
         ValueError: one of the weights is masked.
     """
     tensors = [weight for _, weight in weights]
+    masked: list[int] = []
     for enforcer in set(_attached) - {but}:
-        for i in _masked_by(enforcer, tensors):
-            raise ValueError(f"The weights of {weights[i][0]!r} are already sparsified: {how}")
+        masked += _masked_by(enforcer, tensors)
+    if masked:
+        # The first one: the set has another order on each rank.
+        name, _ = weights[min(masked)]
+        raise ValueError(f"The weights of {name!r} are already sparsified: {how}")
 
 
 def _check_not_compiled(

@@ -27,7 +27,16 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.device import kernels_on
-from dist_sparse.masking.masks import WORDS, BlockMask, Held, places_of, positions, prune, wide
+from dist_sparse.masking.masks import (
+    WORDS,
+    BlockMask,
+    Held,
+    ShardChange,
+    places_of,
+    positions,
+    prune,
+    wide,
+)
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.modules import loaded_torchrec
 from dist_sparse.tables.shards import sent
@@ -512,7 +521,7 @@ class ZeroedRows:
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
-        prune((shard.mask, shard.weight, None) for shard in self.removing.values())
+        prune(ShardChange(mask, weight, mask, None) for weight, mask in self.removing.values())
         self._clear_flags()
         self.revived = False
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Group
+from dist_sparse.groups import Group, rank_in
 from dist_sparse.masking import scores as scoring
 from dist_sparse.masking.cuts import (
     CutTable,
@@ -168,12 +168,11 @@ class _Pass(NamedTuple):
     common: tuple[object, ...] = ()
 
 
-def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
+def score_tables(goals: Iterable[Goal]) -> list[ScoredTable]:
     """Score this rank's shards of many tables. Local: sends nothing.
 
     Args:
         goals: the same on every rank, except for the live views in them.
-        ranks: this rank's number in the group of each table.
 
     Raises:
         ValueError: a score is not finite or is negative, or a column border cuts a block that loses
@@ -181,8 +180,8 @@ def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTabl
     """
     tables = []
     passes: dict[_Pass, list[ScoredTable]] = {}
-    for goal, rank in zip(goals, ranks, strict=True):
-        table = ScoredTable(goal, find_cuts(goal), goal.data.owned(rank))
+    for goal in goals:
+        table = ScoredTable(goal, find_cuts(goal), goal.data.owned(rank_in(goal.data.ranks)))
         tables.append(table)
         passes.setdefault(_pass_of(table), []).append(table)
     extremes: list[Tensor] = []
@@ -577,7 +576,7 @@ def _decide(goal: Goal, threshold: Threshold, own: Owned) -> Decision:
 
 def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     """Return the removed flags of a segment of one piece, bool ``(rows, cols)``."""
-    [(_, bits)] = segment.pieces()
+    [(_, bits)] = segment.pieces
     return threshold.removes(segment, 0, bits.view(-1)).view_as(bits)
 
 
@@ -649,7 +648,7 @@ def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:
     if partials.cuts_all:
         segment.add(columns)
     else:
-        for first, bits in segment.pieces():
+        for first, bits in segment.pieces:
             bits[:, partials.cols] = columns[first : first + len(bits)]
     # Masks by element take the slabs as they are.
     if not cuts.by_element:

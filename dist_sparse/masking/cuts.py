@@ -108,9 +108,9 @@ class CutTable:
     def grid(self) -> Grid:
         return self.data.grid(self.block)
 
-    def owned_rows(self, rank: int, size: int) -> range:
-        """Return the block rows that group rank ``rank`` of ``size`` decides about."""
-        total = self.grid.rows
+    def owned_rows(self, rank: int) -> range:
+        """Return the block rows that a group rank decides about."""
+        total, size = self.grid.rows, len(self.data.tiling)
         # Rounded up: the rows whose `row * size // total` is this rank.
         return range(-(-rank * total // size), -(-(rank + 1) * total // size))
 
@@ -161,15 +161,13 @@ class CutTable:
         top = inner.row - row * self.block[0]
         return slice(top, top + inner.rows), slice(rect.col, rect.col_end)
 
-    def parts(
-        self, rects: Iterable[Rect], owner: int, size: int
-    ) -> Iterator[tuple[Rect, range, int | None]]:
+    def parts(self, rects: Iterable[Rect], owner: int) -> Iterator[tuple[Rect, range, int | None]]:
         """Yield the parts of some shards that the group rank ``owner`` decides about, in the order
         of the messages both ways: the rectangle and its owned block rows, for cut columns; then the
         rectangle, each cut block row, and its number."""
         for rect in dict.fromkeys(rects):
             grid = grid_of(rect, self.block)
-            owned = self.owned_rows(owner, size)
+            owned = self.owned_rows(owner)
             first, last = max(grid.row, owned.start), min(grid.row_end, owned.stop)
             if first < last and self.cols_in(rect):
                 yield rect, range(first, last), None
@@ -251,7 +249,7 @@ _Arrival = tuple[Rect, range, int | None, Read]
 
 def _send_partials(parcels: Parcels, table: CutTable, group: Group) -> None:
     for owner in range(group.size):
-        for rect, rows, row in table.parts(table.data.owned(group.rank), owner, group.size):
+        for rect, rows, row in table.parts(table.data.owned(group.rank), owner):
             known = table.partials[rect]
             first = rows.start - known.grid.row
             sums = known.sums[first : first + len(rows)]
@@ -263,7 +261,7 @@ def _send_partials(parcels: Parcels, table: CutTable, group: Group) -> None:
 def _expect_partials(parcels: Parcels, table: CutTable, group: Group) -> list[_Arrival]:
     arriving = []
     for sender in range(group.size):
-        for rect, rows, row in table.parts(table.data.owned(sender), group.rank, group.size):
+        for rect, rows, row in table.parts(table.data.owned(sender), group.rank):
             if row is None:
                 shape = len(rows), len(table.cols_in(rect))
             else:
@@ -277,7 +275,7 @@ def _score_owned(
 ) -> Owned:
     """Add up what the ranks sent of this rank's part of ``table``, in the order of ``arriving``,
     and score it."""
-    owned = table.owned_rows(group.rank, group.size)
+    owned = table.owned_rows(group.rank)
     sums = torch.zeros(len(owned), len(table.cols), dtype=torch.float64, device=device)
     slabs: dict[int, Tensor] = {}
     for i in table.rows_in(owned):
@@ -314,11 +312,11 @@ def _scores(table: CutTable, sums: Tensor, first: int, columns: Sequence[int]) -
 
 
 def _send_decision(parcels: Parcels, table: CutTable, group: Group) -> None:
-    owned = table.owned_rows(group.rank, group.size)
+    owned = table.owned_rows(group.rank)
     decision = table.decision
     for holder in range(group.size):
         # Replicas too: each holder masks its own copy.
-        for rect, rows, row in table.parts(table.data.tiling[holder], group.rank, group.size):
+        for rect, rows, row in table.parts(table.data.tiling[holder], group.rank):
             if row is None:
                 inner = slice(rows.start - owned.start, rows.stop - owned.start)
                 flags = decision.columns[inner, table.places(rect)]
@@ -338,7 +336,7 @@ def _expect_decisions(
         columns = torch.zeros(shape, dtype=torch.bool, device=device)
         table.decisions[rect] = Decision(columns, {})
     for owner in range(group.size):
-        for rect, rows, row in table.parts(rects, owner, group.size):
+        for rect, rows, row in table.parts(rects, owner):
             decision = table.decisions[rect]
             first = rows.start - grid_of(rect, table.block).row
             # A view: what arrives is written through it.

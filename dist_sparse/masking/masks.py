@@ -559,35 +559,26 @@ def _apply_on_devices(changes: Sequence[ShardChange]) -> None:
     found = on_host([mask._any_removed().view(1) for mask in unknown])
     for mask, removes in zip(unknown, found, strict=True):
         mask.learn_removes(bool(removes))
-    shards: list[tuple[BlockMask, Tensor, tuple[Tensor, Tensor] | None]] = []
-    for mask, tensor, before, dirty in changes:
-        if mask.removes:
-            changed = None
-            if dirty is not None and before.block == mask.block:
-                changed = before.bits, dirty
-            shards.append((mask, tensor, changed))
-    prune(shards)
+    prune(change for change in changes if change.mask.removes)
 
 
-def prune(shards: Iterable[tuple[BlockMask, Tensor, tuple[Tensor, Tensor] | None]]) -> None:
-    """Write zero to what masks remove in live shards. Where kernels run, shards of one block width
-    and element size share a launch.
-
-    Args:
-        shards: each with the packed flags of the blocks that were kept before and of the dirty
-            blocks, the only ones to write; None writes all removed blocks.
-    """
+def prune(changes: Iterable[ShardChange]) -> None:
+    """Write zero to removed blocks of live shards: to those that were kept before and to dirty
+    ones; to all where ``dirty`` is None or the blocks have another shape. Where kernels run, shards
+    of one block width and element size share a launch."""
     launches: dict[tuple[Any, ...], list[Any]] = {}
-    for mask, tensor, changed in shards:
+    for mask, tensor, before, dirty in changes:
         kernels = kernels_on(tensor.device)
         width = flat_width(mask.rect, mask.block, tensor)
         if width is None:
             # All that is removed: to find what has changed would wait for the device.
             mask.apply_(tensor)
             continue
-        addresses = [bits.data_ptr() for bits in changed or ()]
+        addresses: list[int] = []
+        if dirty is not None and before.block == mask.block:
+            addresses = [before.bits.data_ptr(), dirty.data_ptr()]
         job = kernels.Pruning(tensor.data_ptr(), mask.blocks, mask.bits.data_ptr(), *addresses)
-        launch = kernels, width, tensor.element_size(), tensor.device, changed is None
+        launch = kernels, width, tensor.element_size(), tensor.device, not addresses
         launches.setdefault(launch, []).append(job)
     for (kernels, width, size, device, _), jobs in launches.items():
         kernels.prune(jobs, width, size, device)

@@ -431,20 +431,15 @@ class Segment:
         self.device, self.counts = device, counts
         self.count = lambda *_: None
         self._read = read
-        # Each with its first row.
-        self._pieces: list[tuple[int, Tensor]] = []
+        # Each with its first row, counted from the segment's first; bits are int32 (rows, cols).
+        self.pieces: list[tuple[int, Tensor]] = []
         self._rows = 0
 
     def add(self, bits: Tensor) -> None:
         """Append rows of scores, int32 ``(rows, cols)``, contiguous. They are held, and may be
         written later."""
-        self._pieces.append((self._rows, bits))
+        self.pieces.append((self._rows, bits))
         self._rows += bits.shape[0]
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(first row, bits)`` of each piece: the row counts from the segment's first, bits
-        are int32 ``(rows, cols)``."""
-        yield from self._pieces
 
     @property
     def on_cpu(self) -> bool:
@@ -454,8 +449,8 @@ class Segment:
     def rows(self, first: int, last: int) -> Tensor:
         """Return rows ``[first, last)``, a view ``(last - first, cols)``; they must be in one
         piece."""
-        at = bisect_right(self._pieces, first, key=itemgetter(0)) - 1
-        start, bits = self._pieces[at]
+        at = bisect_right(self.pieces, first, key=itemgetter(0)) - 1
+        start, bits = self.pieces[at]
         assert last - start <= len(bits)
         return bits[first - start : last - start]
 
@@ -463,7 +458,7 @@ class Segment:
         """Yield ``(start, bits)``, flat position and scores, in order."""
         if self._read is not None:
             yield from self._read()
-        for first, bits in self.pieces():
+        for first, bits in self.pieces:
             yield first * len(self.columns), bits.view(-1)
 
     @cached_property

@@ -17,7 +17,7 @@ import torch
 from dist_sparse import checks
 from dist_sparse.codes.books import ENTRIES
 from dist_sparse.codes.quantize import LEAST_ROWS
-from dist_sparse.serving.encodings import BITS
+from dist_sparse.serving.encodings import UNCODED
 from dist_sparse.tables.shards import ShardedData, basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
 
@@ -32,7 +32,7 @@ _WITHOUT_CODES = dict.fromkeys(CODED, "int4")
 Groups = tuple[tuple[str, ...], ...]
 
 # Dtypes of a candidate: those of `dist_sparse.export`, and the above.
-DTYPES = (*BITS, BY_COLUMN, *CODED)
+DTYPES = (*UNCODED, BY_COLUMN, *CODED)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class _Cost:
 
 
 # Scale and bias of a row, the scale of a column and entries of a book are numbers of 16 bits.
-_COSTS = {str(name): _Cost(bits) for name, bits in BITS.items()} | {
+_COSTS = {
+    "fp32": _Cost(32),
+    "fp16": _Cost(16),
     "int8": _Cost(8, row=4),
     "int4": _Cost(4, row=4),
     BY_COLUMN: _Cost(4, column=2),
@@ -203,7 +205,7 @@ class Candidate:
         columns = table.shape[1]
         # With groups, only the tables in them lose columns.
         if self.groups and table.name not in self.alone:
-            return narrow_width(columns, columns)
+            return columns
         # As sparsify() rounds a level to whole blocks.
         removed = round((1 - self.columns) * columns)
         return narrow_width(columns - removed, columns)

@@ -31,10 +31,10 @@ from dist_sparse.planning.candidates import (
     Choices,
     shape_of,
 )
-from dist_sparse.planning.plan import untouched_rows
+from dist_sparse.planning.plan import rows_by_reads
 from dist_sparse.planning.trials import check_candidate, serving
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
-from dist_sparse.serving.encodings import BITS
+from dist_sparse.serving.encodings import UNCODED
 from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.pieces import hash_tensor
 from dist_sparse.tables.modules import ModelTables
@@ -301,7 +301,7 @@ def frontier(
         checks.refuse({f"Invalid {budgets=}: must be a list of fractions.": wrong})
         # A set: equal budgets have the same points.
         shares = sorted({checks.level("budgets", share) for share in budgets}, reverse=True)
-        dtypes = [checks.choice("dtypes", dtype, BITS) for dtype in dtypes]
+        dtypes = [checks.choice("dtypes", dtype, UNCODED) for dtype in dtypes]
         tolerance = checks.number("tolerance", tolerance, least=0)
         # metric= takes a name in any case, too.
         lower = [*map(str.lower, checks.name_list("lower_is_better", lower_is_better))]
@@ -316,7 +316,7 @@ def frontier(
         facts.update(methods=chosen, budgets=shares, dtypes=dtypes, pruned=pruned, rotate=rotate)
         facts["metric, lower_is_better, tolerance"] = [metric, *lower, tolerance]
     # Fused optimizers only: frontier() is called without an optimizer.
-    untouched = untouched_rows(model, [*located.values()])
+    untouched, _ = rows_by_reads(model, [*located.values()])
     measurements = _Measurements(model, evaluate, out)
     full = measurements.full
     tables = tuple(map(shape_of, located.values()))

@@ -2,8 +2,8 @@
 
 From the top: :class:`Plan`, the result, which prints itself; :func:`plan`, which lists what fits
 (:class:`~dist_sparse.planning.candidates.Choices`); the rules that recommend candidates; the checks
-of arguments; the code that is printed for a candidate; and :func:`untouched_rows`, which counts the
-rows that can be removed at no loss.
+of arguments; the code that is printed for a candidate; and :func:`rows_by_reads`, which counts the
+rows that training never or hardly read.
 
 The rules come from measurements at equal bytes, against int8 and small dense tables: two-tower
 models on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets
@@ -18,7 +18,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ class Plan:
         tables: names, shapes and dtypes of the tables, in the order of the model.
         untouched: number of rows that training has never touched, by table; tables without Adagrad
             sums are missing.
+        hardly_read: number of other rows whose sum of squared gradients is below a tenth of the
+            mean of its table's touched rows, by table.
         choices: the candidates. Candidates with all columns are listed whether or not they fit.
         recommended: the one to use, or several to be measured. Empty if nothing fits, or if the
             tables fit as they are.
@@ -67,6 +69,7 @@ class Plan:
     budget: int
     tables: tuple[TableShape, ...]
     untouched: Mapping[str, int]
+    hardly_read: Mapping[str, int]
     choices: tuple[Choice, ...]
     recommended: tuple[Choice, ...]
     why: str
@@ -78,14 +81,11 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-able values, sizes in bytes."""
-        return {
-            "budget": self.budget,
+        return vars(self) | {
             "dense_bytes": self.dense_bytes,
             "tables": [asdict(table) | {"dtype": str(table.dtype)} for table in self.tables],
-            "untouched": dict(self.untouched),
             "choices": list(map(_choice_json, self.choices)),
             "recommended": list(map(_choice_json, self.recommended)),
-            "why": self.why,
         }
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class Plan:
             "",
             *table_lines(head, rows, right=range(3, len(head))),
             "",
-            *self._untouched_lines(),
+            *self._reads_lines(),
             *textwrap.wrap(self.why, 79),
         ]
         for number, choice in enumerate(self.recommended, start=1):
@@ -132,25 +132,27 @@ class Plan:
             return "touched rows"
         return _LABELS[choice.kind]
 
-    def _untouched_lines(self) -> list[str]:
-        """Return the sentence about rows that can be removed at no loss; none if all were read."""
-        tables = []
-        for table in self.tables:
-            if untouched := self.untouched.get(table.name):
-                rows = count(table.shape[0])
-                tables.append(f"{count(untouched)} of {rows} rows of {printable(table.name)}")
+    def _reads_lines(self) -> list[str]:
+        """Return how many rows of each table were never or hardly read, where that is known."""
+        lines = []
         text = (
-            f"Never looked up in training: {', '.join(tables)}. Removing them is lossless on the"
-            " training data."
+            "Rows never looked up: unknown; the sums of a trained model's Adagrad optimizer would"
+            " tell."
         )
-        if not self.untouched:
+        if self.untouched:
+            rows = []
+            for table in self.tables:
+                if table.name in self.untouched:
+                    name = table.name
+                    numbers = table.shape[0], self.untouched[name], self.hardly_read[name]
+                    rows.append([printable(name), *map(count, numbers)])
+            head = ("table", "rows", "never read", "hardly read")
+            lines = [*table_lines(head, rows, right=range(1, len(head))), ""]
             text = (
-                "Rows never looked up: unknown; the sums of a trained model's Adagrad optimizer"
-                " would tell."
+                "Never read in training: removing these rows is lossless on the training data."
+                " Hardly read: less than a tenth of the table's mean sum of squared gradients."
             )
-        elif not tables:
-            return []
-        return [*textwrap.wrap(text, 79), ""]
+        return [*lines, *textwrap.wrap(text, 79), ""]
 
 
 def plan(
@@ -224,9 +226,10 @@ def plan(
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate"] = [limit, groups]
     untouched: dict[str, int] = {}
-    # Outside of the block above: counting untouched rows communicates.
+    hardly_read: dict[str, int] = {}
+    # Outside of the block above: counting rows communicates.
     if isinstance(model, nn.Module):
-        untouched = untouched_rows(model, located, optimizer)
+        untouched, hardly_read = rows_by_reads(model, located, optimizer)
     # parse_budget() returns a share as a float, and bytes as an int.
     budget_bytes = math.floor(limit * dense_bytes(tables)) if isinstance(limit, float) else limit
     choices = Choices(tables=tables, budget=budget_bytes, groups=groups, untouched=untouched)
@@ -236,6 +239,7 @@ def plan(
         budget=budget_bytes,
         tables=tables,
         untouched=untouched,
+        hardly_read=hardly_read,
         choices=candidates,
         recommended=recommended,
         why=why,
@@ -492,10 +496,15 @@ def _call(what: str, *arguments: str) -> list[str]:
 Sums = dict[int, tuple[Tensor, float]]
 
 
-def untouched_rows(
+# Rows below this share of the mean sum of their table were hardly read.
+_HARDLY = 0.1
+
+
+def rows_by_reads(
     model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None
-) -> dict[str, int]:
-    """Return how many rows no gradient has reached, by table, for tables that Adagrad steps.
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return how many rows no gradient has reached, and hardly any, by table, for tables that
+    Adagrad steps.
 
     Collective over the world. Adagrad's sums of squares never shrink, so a sum of 0 is a row that
     no batch has looked up, or only with gradients of 0. A table without any other row is left out:
@@ -514,27 +523,34 @@ def untouched_rows(
     with world.agreeing("plan()"):
         # Fused sums come last and win: an optimizer may list fused tables, which it never steps.
         sums = _optimizer_sums(located, optimizer) | fused_sums(model)
+        totals = [_total(data, sums) for data in located]
     # A table counts only if each rank has the sums of all its shards.
-    unknown = set().union(*world.all_gather_json(_without_sums(located, sums)))
+    floors = _floors(located, world.all_gather_json(totals))
     by_ranks: dict[tuple[int, ...], list[ShardedData]] = defaultdict(list)
     for data in located:
         ranks = data.ranks or (world.rank,)
         # Only the ranks that hold a table take part in its gather.
-        if world.rank in ranks and data.name not in unknown:
+        if world.rank in ranks and data.name in floors:
             by_ranks[ranks].append(data)
-    counts: dict[str, int] = {}
+    never: dict[str, int] = {}
+    hardly: dict[str, int] = {}
     # Over the world, because a table of a few ranks reports errors to these alone.
     with world.agreeing("plan()"):
         # All ranks use one order, or groups that overlap would wait for each other.
         for ranks in sorted(by_ranks):
-            touched = gather_rows(by_ranks[ranks], partial(_touched_flags, sums), _reported_rects)
-            for name, flags in touched.items():
+            tables = by_ranks[ranks]
+            touched = gather_rows(tables, partial(_flags, sums, {}), _reported_rects)
+            often = gather_rows(tables, partial(_flags, sums, floors), _reported_rects)
+            for name, read in touched.items():
                 # If no row was touched, the sums carry no information.
-                if flags.any():
-                    counts[name] = int((~flags).sum())
+                if read.any():
+                    never[name] = int((~read).sum())
+                    hardly[name] = int((~often[name]).sum()) - never[name]
     # Ranks that share a table have counted the same. Of a model that is not wrapped, each rank has
     # counted its own copy: the first one's counts.
-    return dict(ChainMap(*world.all_gather_json(counts)))
+    by_rank = world.all_gather_json([never, hardly])
+    never, hardly = map(dict, starmap(ChainMap, zip(*by_rank, strict=True)))
+    return never, hardly
 
 
 def _optimizer_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
@@ -553,15 +569,34 @@ def _optimizer_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
     return sums
 
 
-def _without_sums(located: Sequence[ShardedData], sums: Sums) -> list[str]:
-    """Return the names of the tables that have a shard without sums on this rank."""
-    names = set()
-    # The address of an empty shard is 0: it has no row that could be untouched.
-    known = sums.keys() | {0}
-    for data in located:
-        if {shard.tensor.data_ptr() for shard in data.shards} - known:
-            names.add(data.name)
-    return sorted(names)
+def _total(data: ShardedData, sums: Sums) -> tuple[float, int] | None:
+    """Return the sum over the rows of this rank's shards, and how many of these are not 0; None if
+    a shard has no sums."""
+    total, touched = 0.0, 0
+    for rect, weight in data.shards:
+        # The address of an empty shard is 0: it has no row that could be untouched.
+        if weight.data_ptr() not in sums.keys() | {0}:
+            return None
+        rows = _row_sums(sums, data, rect)
+        total += float(rows.sum(dtype=torch.float64))
+        touched += int(rows.count_nonzero())
+    return total, touched
+
+
+def _floors(
+    located: Sequence[ShardedData], totals: Sequence[Sequence[tuple[float, int] | None]]
+) -> dict[str, float]:
+    """Return the sum below which a row was hardly read, by table, for tables whose sums are known.
+
+    Args:
+        totals: what :func:`_total` returned for each table, by rank.
+    """
+    floors = {}
+    for data, parts in zip(located, zip(*totals, strict=True), strict=True):
+        if None not in parts:
+            total, touched = map(sum, zip(*parts, strict=True))
+            floors[data.name] = _HARDLY * total / max(touched, 1)
+    return floors
 
 
 def _reported_rects(data: ShardedData, rank: int) -> Sequence[Rect]:
@@ -570,11 +605,19 @@ def _reported_rects(data: ShardedData, rank: int) -> Sequence[Rect]:
     return data.tiling[rank] if data.copied else data.owned(rank)
 
 
-def _touched_flags(sums: Sums, data: ShardedData, rect: Rect) -> Tensor:
-    """Return flags of the rows of a shard whose sum of squares is not 0: bool ``(rect.rows,)`` on
-    the CPU."""
+def _flags(sums: Sums, floors: Mapping[str, float], data: ShardedData, rect: Rect) -> Tensor:
+    """Return flags of the rows of a shard whose sum of squares is neither 0 nor below the floor of
+    its table: bool ``(rect.rows,)`` on the CPU."""
+    rows = _row_sums(sums, data, rect)
+    # Not `rows >= floor`, which is False for NaN: a row that diverged was read.
+    return ((rows != 0) & ~(rows < floors.get(data.name, 0.0))).cpu()
+
+
+def _row_sums(sums: Sums, data: ShardedData, rect: Rect) -> Tensor:
+    """Return the sum of squares of each row of a shard, ``(rect.rows,)``: the largest of its
+    columns if each has its own."""
     if not rect.numel:
-        return torch.zeros(rect.rows, dtype=torch.bool)
+        return torch.zeros(rect.rows)
     weight = dict(data.shards)[rect]
     total, _ = sums[weight.data_ptr()]
-    return total.reshape(rect.rows, -1).any(1).cpu()
+    return total.reshape(rect.rows, -1).amax(1)

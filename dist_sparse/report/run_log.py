@@ -244,20 +244,17 @@ class RunLog:
             return
         # If a collective fails, the recorder is detached and the file closed all the same.
         try:
-            self._write_end()
+            seconds, tables = {}, []
+            self._write_events()
+            if self._sparsifier is not None:
+                tables = _end_of_tables(self._sparsifier)
+                seconds["masks"] = self._mask_seconds
+            if self._enforcer is not None:
+                seconds["enforcement"] = self._enforcer.seconds - self._enforced_before
+            seconds["total"] = self._elapsed()
+            self._write(kind="end", step=self._last_step, seconds=seconds, tables=tables)
         finally:
             self._shut()
-
-    def _write_end(self) -> None:
-        seconds, tables = {}, []
-        self._write_events()
-        if self._sparsifier is not None:
-            tables = _end_of_tables(self._sparsifier)
-            seconds["masks"] = self._mask_seconds
-        if self._enforcer is not None:
-            seconds["enforcement"] = self._enforcer.seconds - self._enforced_before
-        seconds["total"] = self._elapsed()
-        self._write(kind="end", step=self._last_step, seconds=seconds, tables=tables)
 
     def __enter__(self) -> RunLog:
         return self
@@ -496,9 +493,10 @@ class Quality:
 
     def __init__(self, every: int = 100) -> None:
         self.every = integer("every", every, least=1)
-        # Imported here: if torchrec is missing, fail now and not at the first result.
         from dist_sparse.torchrec.kernels import auc_and_ne
 
+        # Called once: if torchrec is missing, fail now and not at the first result.
+        auc_and_ne(torch.ones(1), torch.ones(1))
         self._auc_and_ne = auc_and_ne
         self._steps = 0
         self._batches: list[tuple[Tensor, Tensor]] = []
@@ -533,16 +531,9 @@ class Quality:
         if batches:
             logits, labels = map(torch.cat, zip(*batches, strict=True))
             examples = torch.stack([logits.double(), labels.double()]).cpu()
-        group = world_group()
-        sizes = group.all_gather(torch.tensor([examples.shape[1]])).flatten().tolist()
-        # All ranks know all sizes: all return here, or none.
-        if not sum(sizes):
+        logits, labels = torch.cat(world_group().all_gather_parts(examples), dim=1)
+        # All ranks have the same examples: all return here, or none.
+        if not len(logits):
             return {}
-        # Ranks hold different numbers of examples, and an all-gather needs equal shapes.
-        padded = torch.zeros(2, max(sizes), dtype=torch.float64)
-        padded[:, : examples.shape[1]] = examples
-        gathered = group.all_gather(padded)
-        parts = [gathered[rank, :, :size] for rank, size in enumerate(sizes)]
-        logits, labels = torch.cat(parts, dim=1)
         auc, ne = self._auc_and_ne(torch.sigmoid(logits), labels)
         return {"auc": auc, "ne": ne}

@@ -12,7 +12,7 @@ import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,6 +154,49 @@ def compare(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
+# Of seeds of one method, the means of these are shown.
+_MEANS = ("share", "auc", "delta", "bytes", "sparsity", "ms_per_step")
+
+
+def method_rows(run: Run) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the rows of :func:`compare` and their cells, but one row for all seeds of a method:
+    their means, and half the range of their AUC. A delta below the range of a method is noise."""
+    rows = {row["name"]: row for row in compare(run)}
+    groups = _methods(run).values()
+    noise = _range(_widest(groups))
+    shown = []
+    for group in groups:
+        seeds = [rows[one.name] for one in group]
+        # Named after the first seed, whose config differs least from the baseline's.
+        row = seeds[0] | {key: _mean(map(itemgetter(key), seeds)) for key in _MEANS}
+        cells = dict(zip(COLUMNS, cells_of(row), strict=True))
+        if len(group) > 1:
+            cells["run"] += f", {len(group)} seeds"
+            cells["AUC"] += f" ±{_range(_known_aucs(group)) / 2:.4f}"
+        if row["delta"] is not None and abs(row["delta"]) < noise:
+            cells["delta"] += ", noise"
+        shown.append((row, [*cells.values()]))
+    return shown
+
+
+def _methods(run: Run) -> dict[str, list[Run]]:
+    """Return the runs by method, in order: the seeds of a method are together."""
+    by_method: dict[str, list[Run]] = defaultdict(list)
+    for one in run.all_runs:
+        by_method[one.method].append(one)
+    return by_method
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the known values; None without one."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _range(values: Sequence[float]) -> float:
+    return max(values, default=0.0) - min(values, default=0.0)
+
+
 def quality(run: Run) -> tuple[str, float | None]:
     """Return the series that measures a run, ``test_auc`` if it was logged, else ``auc``, and its
     last value or None."""
@@ -204,9 +247,7 @@ def verdict(run: Run) -> str:
     baseline has no AUC.
     """
     base = baseline(run)
-    by_method: dict[str, list[Run]] = defaultdict(list)
-    for one in run.all_runs:
-        by_method[one.method].append(one)
+    by_method = _methods(run)
     groups = by_method.values()
     wanted = _known_aucs(by_method[base.method])
     if not run.compared or not wanted:
@@ -285,16 +326,19 @@ def _goal(one: Run, run: Run, mean: float) -> float:
 
 def _seed_noise(groups: Iterable[Sequence[Run]]) -> str:
     """Return a sentence about the spread of AUC over runs that differ in their seed alone."""
-    # The widest: a smaller difference may be chance for any method.
-    known = filter(None, map(_known_aucs, groups))
-    widest = max(known, key=lambda aucs: max(aucs) - min(aucs))
+    widest = _widest(groups)
     if len(widest) < 2:
         return "One seed each: the difference may be chance."
-    spread = max(widest) - min(widest)
     return (
-        f"Seeds alone move AUC by up to {spread:.4f} ({len(widest)} runs): smaller deltas are"
-        " within noise."
+        f"Seeds alone move AUC by up to {_range(widest):.4f} ({len(widest)} runs): smaller deltas"
+        " are within noise."
     )
+
+
+def _widest(groups: Iterable[Sequence[Run]]) -> list[float]:
+    """Return the AUCs of the method whose seeds differ most: a smaller difference may be chance for
+    any method."""
+    return max(map(_known_aucs, groups), key=_range)
 
 
 def fates_text(run: Run) -> str:
@@ -397,9 +441,8 @@ def summary(run: Run, report: Path) -> str:
     lines = wrapped_lines([verdict(run), headline(run), status(run)])
     if run.compared:
         rows, changes = [], []
-        for row in compare(run):
-            # The changes of a config can be longer than a line: they follow below the table.
-            *cells, changed = cells_of(row)
+        # The changes of a config can be longer than a line: they follow below the table.
+        for _, (*cells, changed) in method_rows(run):
             rows.append(cells)
             if changed:
                 changes.append(f"{cells[0]}, changed: {changed}")

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse.checks import refuse
 from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.groups import Group, group_over, world_group
+from dist_sparse.groups import Group, world_group
 from dist_sparse.rotation.turning import bases_of, gram_matrices, share_, turn_
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import loaded_torchrec, modules_by_path, torchrec_port
@@ -122,10 +122,8 @@ class _Rotation:
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
         packed = self.sparsifier.masks.tables
-        with packed.agreeing("step()"):
-            located = packed.locate()
-        # First: enforcer.settle() needs the masks of the current shards.
-        packed.reshard(located)
+        # With their masks: enforcer.settle() needs those of the current shards.
+        located = packed.current_for("step()")
         with packed.agreeing("step()"):
             enforcer = _enforcer(self.sparsifier)
             # The rotation would spread a removed weight that is not zero over the other columns.
@@ -134,9 +132,8 @@ class _Rotation:
             _refuse_unfit(self.sparsifier, located, self.groups)
         # Every rank of a group handles its tables in the same order.
         by_group = []
-        for ranks, held in packed.groups.items():
-            names = sorted(set(self.names).intersection(held))
-            by_group.append((group_over(ranks), [located[name] for name in names]))
+        for group, names in packed.over_groups(self.names):
+            by_group.append((group, [located[name] for name in names]))
         bases = self._new_bases(by_group)
         for group, tables in by_group:
             # Eigenvectors may differ between ranks in sign and rounding: all use the first rank's.
@@ -202,15 +199,15 @@ def rotation_groups(
     # By type: a string in the place of a group would be a group of letters.
     if not all(isinstance(group, (list, tuple)) and group for group in groups):
         raise ValueError(f'{wrong} must be "table", or groups of names such as [["user", "item"]].')
-    named = [*chain(*groups)]
-    unknown = sorted(map(str, set(named).difference(known)))
+    named = [*map(str, chain(*groups))]
+    unknown = sorted(set(named).difference(known))
     refuse(
         {
             f"{wrong} {unknown} are none of the tables {known}.": unknown,
             f"{wrong} each name must be in one group only.": len(set(named)) < len(named),
         }
     )
-    return list(map(list, groups))
+    return [list(map(str, group)) for group in groups]
 
 
 def _refuse_unfit(
@@ -455,7 +452,8 @@ def move_bases(old: nn.Module, new: nn.Module, root: nn.Module, widths: Mapping[
     hook = _hook_on(old)
     if hook is None:
         return
-    for name in set(hook.names.values()):
+    # Each name once, in an order that all ranks share.
+    for name in dict.fromkeys(hook.names.values()):
         basis = hook.basis(name)
         root.register_buffer(_BASIS + name, basis[:, : widths.get(name, basis.shape[1])].clone())
     # The old model is no longer used: the hook moves to the new one.

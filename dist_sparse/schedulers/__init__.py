@@ -205,11 +205,8 @@ class ReadyDataScheduler(BaseDataScheduler):
             self._refuse(error)
 
     def _check_plan(self) -> None:
-        window = self.window
         # Python's ints, checked.
-        self.begin = window.begin
-        self.end = window.end
-        self.every = window.every
+        vars(self).update(vars(self.window))
         self.initial = self._checked("initial", self.initial)
 
     def _checked(self, what: str, value: object) -> Any:

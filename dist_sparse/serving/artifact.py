@@ -144,11 +144,7 @@ def open_artifact(path: StrPath, kind: Any = Manifest, *, verify: bool = True) -
             version; names the file.
         OSError: a file can't be read.
     """
-    opened = Opened(path, _read(Path(path), kind))
-    return opened.verify() if verify else opened
-
-
-def _read(folder: Path, kind: type[AnyManifest]) -> AnyManifest:
+    folder = Path(path)
     file = folder / MANIFEST
     unfinished = f"{folder} is an unfinished export: delete it, and export again."
     missing = f"{folder} holds no artifact: there is no {MANIFEST}."
@@ -156,7 +152,9 @@ def _read(folder: Path, kind: type[AnyManifest]) -> AnyManifest:
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{file} is refused: it has more than {_MOST_BYTES} bytes.")
     with refusing(file):
-        return kind.from_text(file.read_bytes().decode())
+        manifest = kind.from_text(file.read_bytes().decode())
+    opened: Opened[Any] = Opened(folder, manifest)
+    return opened.verify() if verify else opened
 
 
 class ArtifactWriter(contextlib.AbstractContextManager[Any]):

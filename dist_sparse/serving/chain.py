@@ -8,7 +8,6 @@ a step of their row's grid, or at the nearest step of their column's grid; zeros
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,9 +123,8 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
     where = f"{delta.path} is refused: table {name!r}: its"
     for listed, end in ((ids, after.rows + after.default_row), (removed, after.rows)):
         # Bounds at both ends let one test find ids out of range as well.
-        bounded = F.pad(listed, (1, 0), value=-1)
-        bounded = F.pad(bounded, (0, 1), value=end)
-        if (bounded.diff() <= 0).any():
+        gaps = listed.diff(prepend=torch.tensor([-1]), append=torch.tensor([end]))
+        if (gaps <= 0).any():
             raise ValueError(f"{where} ids do not ascend, or are not in [0, {end}).")
     added = ids[rows_of(before, ids) < 0]
     words = before.words.clone()
@@ -191,8 +189,7 @@ class Chain:
     @property
     def path(self) -> Path:
         """Return the last folder."""
-        folders: list[Opened[Any]] = [self.artifact, *self.deltas]
-        return folders[-1].path
+        return self.deltas[-1].path if self.deltas else self.artifact.path
 
     def table(self, name: str) -> MappedTable:
         """Return a table after the last delta."""

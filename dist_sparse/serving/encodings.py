@@ -47,8 +47,8 @@ ENCODINGS: dict[str, Encoding] = {
     "codes": Encoding(8, torch.uint8, _LARGEST_FLOAT),
 }
 
-# The bits of a weight, by dtype.
-BITS = {name: ENCODINGS[name].bits for name in ("fp32", "fp16", "int8", "int4")}
+# Dtypes in which each weight is stored by itself.
+UNCODED = ("fp32", "fp16", "int8", "int4")
 
 # The smallest float16 above 0.
 LEAST_HALF = 2.0**-24

@@ -448,8 +448,8 @@ def refuse_changed(before: Manifest, after: Manifest) -> None:
         )
     for name, table in after.tables.items():
         was, now = vars(before.tables[name]), vars(table)
-        for key in now.keys() - {"kept", "checksums", "before"}:
-            if now[key] != was[key]:
+        for key in now:
+            if key not in ("kept", "checksums", "before") and now[key] != was[key]:
                 raise ValueError(
                     f"table {name!r} has {key}={now[key]!r}, and had {was[key]!r} in the artifact"
                     " before: a delta can change only rows; export a new base"

@@ -369,8 +369,8 @@ def check_zero(
         return
     revived = sparsifier.masks.count_revived(registered)
     with world_group().agreeing("export()"):
-        for name in revived.keys() & tables.keys():
-            if revived[name]:
+        for name in tables:
+            if revived.get(name):
                 raise ValueError(
                     f"Table {name!r} has {count(revived[name])} removed weights that are not zero:"
                     " call sparsifier.apply_masks() before export(), or for plain data"

@@ -14,7 +14,7 @@ from torch import Tensor
 from dist_sparse import checks
 from dist_sparse.groups import Facts
 from dist_sparse.masking.block_masks import ScoredTable
-from dist_sparse.masking.scores import ByTotals, Measure, RowTotals, squares_times
+from dist_sparse.masking.scores import ByTotals, Measure, RowTotals, element_scores, squares_times
 from dist_sparse.sparsifiers.dense_store import Configs
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, RowScoring, Scope
@@ -137,8 +137,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         """Return the score of each element, float64; see the class."""
         if self.scored_by == "norm":
             return super().score(name, data, offset=offset, **config)
-        out = torch.empty_like(data, dtype=torch.float64)
-        return self._by_totals(name).score(data, offset, out)
+        return element_scores(data, self._by_totals(name), offset)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
         if self._fast in (None, "norm"):
@@ -193,12 +192,10 @@ class ImportanceSparsifier(DataNormSparsifier):
         facts["sparsifier.scored_by"] = self.scored_by
         facts["sparsifier.decay"] = self.decay
         for data in located:
-            # Replicas must score alike. Copies that are trained apart may differ: they get the
-            # masks of the first one.
-            if data.kept_equal:
-                of_shards = self._totals.get(data.name, ())
-                totals = [(data, one.rect, one.total) for one in of_shards]
-                facts.replicas |= shared_tensors(totals, "optimizer state of ")
+            # Replicas must score alike.
+            of_shards = self._totals.get(data.name, ())
+            totals = [(data, one.rect, one.total) for one in of_shards]
+            facts.replicas |= shared_tensors(totals, "optimizer state of ")
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         if self.counts_lookups and data.kernel not in FUSED:

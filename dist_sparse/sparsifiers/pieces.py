@@ -346,8 +346,6 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
     """Return the bits of the mask of ``rect`` from the bytes that it touches,
     ``(rows of blocks, bytes)``."""
     grid, wide = grid_of(rect, block), chunk.shape[1]
-    if grid.blocks == 0:
-        return chunk.flatten()
     # The shard may begin or end within a byte, so its bits are unpacked and packed again.
     lead = grid.col % 8
     writer = BitWriter(grid.blocks, chunk.device)
@@ -440,9 +438,10 @@ def shared_tensors(
     hashes: dict[str, Tensor] = {}
     holders_of: dict[str, tuple[bool, int]] = {}
     for data, rect, tensor in held:
-        # The rectangles of all ranks are known from metadata; equal ones are replicas.
+        # The rectangles of all ranks are known from metadata; equal ones are replicas. Copies that
+        # are trained apart may differ: they get the masks of the first one.
         holders = [rank for rank, rects in enumerate(data.tiling) if rect in rects]
-        if len(holders) > 1:
+        if len(holders) > 1 and not data.copied:
             place = f"{what}{data.name} {rect}"
             hashes[place] = _hashed(tensor)
             holders_of[place] = holders[0] == rank_in(data.ranks), len(holders)

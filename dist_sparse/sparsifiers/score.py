@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block, refuse
-from dist_sparse.groups import Facts, Group, rank_in
+from dist_sparse.groups import Facts, Group
 from dist_sparse.masking.block_masks import (
     Goal,
     NewMasks,
@@ -160,7 +160,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             )
         matrix = matrix.reshape(matrix_shape(matrix.shape))
         table = whole(name, matrix, sharding="plain")
-        [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group())
+        [made] = new_masks(score_tables([self._goal(table, config)]), Group())
         # Data without elements has no shard, and so no new mask. Its mask gets the same dtype.
         dense = torch.ones(data.shape, dtype=torch.int8, device=data.device)
         for new in made.masks:
@@ -182,7 +182,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
         goals = self._with_caches(goals)
-        return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
+        return dict(zip(goals, score_tables(goals.values()), strict=True))
 
     def _with_caches(self, goals: Mapping[str, Goal]) -> dict[str, Goal]:
         """Return the goals of a mask update, with kept scores where they can be used."""
@@ -247,7 +247,7 @@ class ScoreSparsifier(BaseDataSparsifier):
                 self.masks.enforcer.settle()
                 located = self.masks.tables.locate()
                 kept = self.score_tables(located, self.data_groups).values()
-                fresh = _scored_by_goal(replace(table.goal, caches={}) for table in kept)
+                fresh = score_tables(replace(table.goal, caches={}) for table in kept)
                 for one, other in zip(kept, fresh, strict=True):
                     _check_kept(one, other)
         return super().audit()
@@ -490,11 +490,6 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
     )
     is_cut = data.shape[0] % block[0] or data.shape[1] % block[1]
     refuse({plain: data.sharding == "plain", edges: is_cut})
-
-
-def _scored_by_goal(goals: Iterable[Goal]) -> list[ScoredTable]:
-    goals = list(goals)
-    return score_tables(goals, [rank_in(goal.data.ranks) for goal in goals])
 
 
 def _shape_of(block: Any) -> Any:

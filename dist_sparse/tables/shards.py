@@ -119,11 +119,6 @@ class ShardedData:
         """Whether any rectangle is held more than once."""
         return len(self.rects) < sum(map(len, self.tiling))
 
-    @property
-    def kept_equal(self) -> bool:
-        """Whether there are replicas that training keeps equal."""
-        return self.replicated and not self.copied
-
     def owned(self, rank: int) -> list[Rect]:
         """Return the rectangles that group rank ``rank`` owns: the lowest rank with a replica owns
         it."""

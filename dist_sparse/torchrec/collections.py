@@ -469,9 +469,7 @@ class UnshardedTables:
 
     def optimizers(self) -> list[Any]:
         """Return the fused optimizers."""
-        # An unsharded collection has no such attribute.
-        fused = getattr(self._module, "fused_optimizer", CombinedOptimizer([]))
-        return [optimizer for _, optimizer in fused.optimizers]
+        return [optimizer for _, optimizer in self._module.fused_optimizer.optimizers]
 
     def set_hyperparameters(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Set the hyperparameters of fused optimizers by table.

@@ -82,9 +82,7 @@ def dense_layers(model: nn.Module) -> nn.Module:
 
 def compact_refusal(model: Any, module: Any) -> str | None:
     """Return why a collection of ``model`` can't be compacted, or None."""
-    tables = collection(module)
-    if tables is None:
-        return "it is no collection of TorchRec's"
+    tables: Any = collection(module)
     means = [table.name for table in tables.tables if table.pooling == "mean"]
     # Unsharded processors are no obstacle: they weight the ids before the collection removes some.
     processor = ShardedFeatureProcessedEmbeddingBagCollection
@@ -285,12 +283,15 @@ def fused_steps(optimizer: Any) -> int | None:
 
 
 def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
-    """Return some features of a KeyedJaggedTensor, in this order; one may come twice.
+    """Return some features of a KeyedJaggedTensor, in this order; one may come twice. The tensor
+    itself is returned if it has just these.
 
     Raises:
         ValueError: a feature is missing.
     """
     keys = ids.keys()
+    if keys == list(features):
+        return ids
     # This runs in each forward, with perhaps thousands of features: keys.index() would be slow.
     places = dict(zip(keys, range(len(keys)), strict=True))
     if missing := sorted(set(features).difference(places)):
@@ -323,8 +324,7 @@ def unpack_ids(
             ),
         }
     )
-    if list(ids.keys()) != list(features):
-        ids = reordered(ids, features)
+    ids = reordered(ids, features)
     return ids.values(), ids.lengths(), ids.weights() if weighted else None
 
 

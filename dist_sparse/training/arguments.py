@@ -101,10 +101,7 @@ class SparsifyArgs:
     auto: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        window = Window(begin=self.begin, end=self.end, every=self.every)
-        self.begin = window.begin
-        self.end = window.end
-        self.every = window.every
+        vars(self).update(vars(Window(begin=self.begin, end=self.end, every=self.every)))
         if self.end is not None:
             # Otherwise a schedule shorter than `every` would have one update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
@@ -514,19 +511,16 @@ class _PrunedTable:
     def blocks(self) -> int:
         return self.data.grid(self.block).blocks
 
-    @property
-    def most_removed(self) -> int:
-        """The most blocks that it may lose: its floor stays, and at least one block."""
-        # - 1e-9: products such as 0.1 * 30 are a rounding error above an integer.
-        floor = math.ceil(self.floor * self.blocks - 1e-9)
-        return self.blocks - max(floor, min(self.blocks, 1))
-
     def removed_at(self, step: int, is_global: bool) -> int:
         """Return the number of blocks removed at the level ``step / _STEPS``."""
         removed = math.ceil(step / _STEPS * self.blocks)
-        # With scope="global" the sparsifier removes elsewhere the blocks that a floor keeps. At
-        # least one block stays: level 1 would lift that limit.
-        return min(removed, max(self.blocks - 1, 0) if is_global else self.most_removed)
+        # At least one block stays: level 1 would lift that limit.
+        stays = min(self.blocks, 1)
+        # With scope="global" the sparsifier removes elsewhere the blocks that a floor keeps.
+        if not is_global:
+            # - 1e-9: products such as 0.1 * 30 are a rounding error above an integer.
+            stays = max(stays, math.ceil(self.floor * self.blocks - 1e-9))
+        return min(removed, self.blocks - stays)
 
     def served_bytes(self, removed: int) -> int:
         """Return the bytes of the table without so many blocks."""

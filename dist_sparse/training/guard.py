@@ -318,7 +318,7 @@ def prepare_load(
     made_with = {**settings, "data_groups": configs}
     before = {name: getattr(sparsifier, name) for name in made_with}
     try:
-        _assign(sparsifier, made_with)
+        vars(sparsifier).update(made_with)
         # Over the world too: where no table is held by all ranks, an error of one would not reach
         # the others.
         with world.agreeing(_ACTION):
@@ -329,13 +329,13 @@ def prepare_load(
                 _refuse_other_steps(levels, configs, schedule["last_epoch"])
             _check_next_updates(sparsifier, levels, schedule.get("final", {}))
     finally:
-        _assign(sparsifier, before)
+        vars(sparsifier).update(before)
 
     def commit() -> None:
         # Nothing below communicates or can fail, so that no rank is left with half a state.
         commit_masks()
         commit_schedule()
-        _assign(sparsifier, settings)
+        vars(sparsifier).update(settings)
         guard.set_state(guard_state)
 
     return commit
@@ -393,11 +393,6 @@ def _check_keys(
     other = f"{what} has the unknown keys {unknown}: it is of other tables, or a newer release."
     lacks = f"{what} lacks {missing}; it has {sorted(map(str, keys))}."
     checks.refuse({lacks: missing, other: unknown})
-
-
-def _assign(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        setattr(sparsifier, name, value)
 
 
 def _refuse_other_steps(levels: Mapping[str, float], configs: Configs, step: int) -> None:

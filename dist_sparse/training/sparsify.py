@@ -7,18 +7,16 @@ steps, validates, saves and detaches them together.
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
-from dist_sparse.enforcer import Hook
+from dist_sparse.enforcer import Hook, Hooks
 from dist_sparse.enforcer.dense import Optimizers, torchrec_parts
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
 from dist_sparse.groups import warn_on_first_rank, world_group
@@ -111,7 +109,7 @@ class SparseTraining:
         self._guard = Guard(sparsifier, scheduler, guarded)
         # Set by sparsify() and _attach(), once the ranks have agreed.
         self._auto_step = False
-        self._handles: list[RemovableHandle] = []
+        self._hooks = Hooks()
         # Unsharded collections by path, until a forward has run in one of them.
         self._unused: dict[str, nn.Module] = {}
         # Tables that are compared with those of the other ranks before each mask update.
@@ -338,25 +336,26 @@ class SparseTraining:
         ends = dict.fromkeys(map(level_text, in_order[:1] + in_order[-1:]))
         return f"level {' to '.join(ends)} " if ends else ""
 
-    def _attach(self, walked: Walked, optimizers: Sequence[Any], auto_step: bool) -> None:
+    def _attach(self, walked: Walked, optimizer: Optimizers, auto_step: bool) -> None:
         """Attach the enforcer, and follow the optimizers' steps and the forwards of unsharded
         collections."""
-        self.enforcer.attach_to(walked, optimizers)
+        self.enforcer.attach_to(walked, [optimizer])
         self._auto_step = auto_step
         if auto_step:
+            optimizers = self.enforcer.optimizers
             if not optimizers:
                 raise ValueError("Invalid auto_step=True: there is no optimizer to follow.")
             # The hook keeps this object alive as long as the optimizer, even if the caller drops
             # it.
             hook = Hook(lambda *_: self._step())
-            self._handles.append(_unwrap(optimizers[-1]).register_step_post_hook(hook))
+            self._hooks.add(_unwrap(optimizers[-1]).register_step_post_hook(hook))
         (modules,) = walked.modules.values()
         unused = dict(_unsharded_collections(modules, self.sparsifier.data_groups))
         self._unused = unused
         for module in unused.values():
             # One forward of any of them shows that this model trains.
             hook = Hook(lambda *_: unused.clear())
-            self._handles.append(module.register_forward_pre_hook(hook))
+            self._hooks.add(module.register_forward_pre_hook(hook))
 
     def _step(self) -> None:
         # If the model is wrapped in DistributedModelParallel or copied after sparsify(), other
@@ -390,9 +389,7 @@ class SparseTraining:
     def _detached(self) -> bool:
         """Detach; return whether it was attached."""
         attached = self.enforcer.attached
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.remove()
         self._unused = {}
         self.enforcer.detach()
         return attached
@@ -575,10 +572,9 @@ def sparsify(
     scheduler = _scheduler(args, sparsifier, finals)
     training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, guarded=args.auto)
     # 3. Attach hooks. From here on an error on any rank must remove them on all.
-    optimizers = tree_leaves(optimizer)
     try:
         with world.agreeing("sparsify()"):
-            training._attach(walked, optimizers, auto_step)
+            training._attach(walked, optimizer, auto_step)
             # Only the attached enforcer knows whose sums of Adagrad can be read. A score that was
             # asked for must be known of every table; the default falls back to the norm below.
             if args.score is not None:

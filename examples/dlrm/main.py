@@ -5,8 +5,7 @@ sparsified on a schedule, with fewer columns, and with ids hashed into fewer
 rows.
 
 One process:     python examples/dlrm/main.py
-Two processes:   python examples/dlrm/main.py --nproc 2
-The same:        dist-sparse launch --nproc 2 examples/dlrm/main.py
+Two processes:   dist-sparse launch --nproc 2 --ranks 0 examples/dlrm/main.py
 With restarts:   dist-sparse launch --nproc 2 --max-restarts 3 \\
                    examples/dlrm/main.py -- --checkpoint runs/saved
 """
@@ -14,10 +13,8 @@ With restarts:   dist-sparse launch --nproc 2 --max-restarts 3 \\
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,17 +180,5 @@ def narrowed(settings: Settings, dim: int) -> Settings:
     return replace(settings, dim=dim, sharding=sharding)
 
 
-def relaunch(world: int, argv: Sequence[str]) -> None:
-    """Replace this process by the launcher of ``world`` processes of this script, with the same
-    arguments: the report shows them. Does not return."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # With --ranks 0 output is not prefixed, so that progress bars are drawn in place.
-    launcher = ["-m", "dist_sparse.launch", "--nproc", str(world), "--ranks", "0"]
-    os.execv(sys.executable, [sys.executable, *launcher, sys.argv[0], "--", *argv])
-
-
 if __name__ == "__main__":
-    options = parse(__doc__)
-    if options.relaunch:
-        relaunch(options.world, sys.argv[1:])
-    run_and_leave(main, options)
+    run_and_leave(main, parse(__doc__))

@@ -24,14 +24,6 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
     )
     add = parser.add_argument
     add(
-        "--nproc",
-        type=as_positive,
-        metavar="N",
-        help=(
-            "processes to start under torchrun (default: this one alone, or torchrun's own number)"
-        ),
-    )
-    add(
         "--sharding",
         choices=SHARDINGS,
         default="mixed",
@@ -155,23 +147,16 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         except argparse.ArgumentTypeError as error:
             parser.error(f"argument --level/--sparsity: {error}")
 
-    started = started_world()
-    if started is not None and options.nproc not in (None, started):
-        parser.error(
-            f"argument --nproc: invalid value: {options.nproc} (torchrun has already started"
-            f" {started})"
-        )
-    options.world = started or options.nproc or 1
-    options.relaunch = started is None and options.world > 1
-    if options.batch_size % options.world:
+    world = started_world() or 1
+    if options.batch_size % world:
         parser.error(
             f"argument --batch-size: invalid value: {options.batch_size} "
-            f"(must be divisible by {options.world} processes)"
+            f"(must be divisible by {world} processes)"
         )
-    if options.sharding in ("mixed", "column_wise") and DIM % options.world:
+    if options.sharding in ("mixed", "column_wise") and DIM % world:
         parser.error(
             f"argument --sharding: {options.sharding} cuts {DIM} columns, "
-            f"which don't divide by {options.world} processes"
+            f"which don't divide by {world} processes"
         )
     if options.data is not None and not options.data.is_file():
         parser.error(f"argument --data: no such file: {options.data}")

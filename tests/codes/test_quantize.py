@@ -343,7 +343,7 @@ def test_masks_of_a_part_of_the_model_are_refused() -> None:
     model = nn.ModuleDict({"t": table()})
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4))
     sparsifier.add_model(model["t"])
-    with pytest.raises(ValueError, match=r"Tables \{'weight'\} of sparse are not in this model"):
+    with pytest.raises(ValueError, match=r"Tables \['weight'\] of sparse are not in this model"):
         quantize(model, sgd(model), codes=2, begin=0, sparse=sparsifier)
 
 

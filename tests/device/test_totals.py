@@ -49,7 +49,7 @@ def masks_of(
         zeros_per_block=math.prod(block),
         measure=ByTotals(lambda offset: known, squares),
     )
-    made = new_masks(score_tables([goal] * times, [0] * times), Group())
+    made = new_masks(score_tables([goal] * times), Group())
     return [inner(new.mask.bits) for table in made for new in table.masks]
 
 

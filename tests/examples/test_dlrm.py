@@ -321,9 +321,6 @@ class TestOptions:
             ("--every 0", "at least 1"),
             ("--epochs 1.5", "at least 1"),
             ("--seed -1", "at least 0"),
-            ("--nproc 0", "at least 1"),
-            ("--nproc 2 --batch-size 33", "must be divisible by 2 processes"),
-            ("--nproc 3 --batch-size 33", "mixed cuts 32 columns"),
             ("--dims 6", "(must be a multiple of 4)"),
             ("--sharding diagonal", "invalid choice: 'diagonal'"),
             ("--norm L3", "invalid choice: 'L3'"),
@@ -342,15 +339,22 @@ class TestOptions:
         options = parse(None, ["--level", "user_id=80%", "user_x_genre=0.95"])
         assert options.level == {"user_id": 0.8, "user_x_genre": 0.95}
 
-    def test_another_number_of_processes_than_torchruns_is_refused(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize(
+        ("world", "says"),
+        [("2", "must be divisible by 2 processes"), ("3", "mixed cuts 32 columns")],
+    )
+    def test_options_that_the_number_of_processes_does_not_allow_are_refused(
+        self,
+        world: str,
+        says: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        assert parse(None, []).world == 2
+        monkeypatch.setenv("WORLD_SIZE", world)
         with pytest.raises(SystemExit):
-            parse(None, ["--nproc", "4"])
-        assert "torchrun has already started 2" in capsys.readouterr().err
+            parse(None, ["--batch-size", "33"])
+        assert says in capsys.readouterr().err
 
     def test_a_folder_with_a_run_is_refused(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -389,14 +393,15 @@ class Printed(NamedTuple):
 
 
 def start(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """As users start it."""
+    """On two processes, as users start it."""
     env = {
         name: value
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     env["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, str(MAIN), *map(str, arguments)]
+    launcher = (sys.executable, "-m", "dist_sparse.launch", "--nproc", "2", "--ranks", "0")
+    command = [*launcher, str(MAIN), "--", *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:  # where the job makes runs/
         return subprocess.run(
             command, capture_output=True, text=True, timeout=200, env=env, check=False, cwd=folder
@@ -522,7 +527,7 @@ class TestRuns:
         options = ("--data", npz, "--batch-size", 128, "--every", 5, "--sparsity", 0.5)
         options += ("--sharding", sharding, "--block", block)
         if sharding == "mixed":
-            done = start("--nproc", 2, *options, "--run-dir", folder)
+            done = start(*options, "--run-dir", folder)
         else:  # without the launcher, into the folder named after the time of rank 0
             done, other = run_ranks_of(MAIN, options, world=2, cwd=tmp_path)
             assert (other.returncode, other.stdout) == (0, ""), other.stderr
@@ -541,8 +546,8 @@ class TestRuns:
                 and f"{last['test_ne']:.4f}" == shown["NE"]
             )
             assert {"loss", "ms_per_step"} <= set(last)
-        # The report shows the command as it was typed.
-        assert ("--nproc 2" in noted["command"]) == (sharding == "mixed")
+        # The report shows the script and its options.
+        assert f"main.py --data {npz} --batch-size 128" in noted["command"]
         assert noted["finished"] and noted["world"] == 2 and len(noted["compared"]) == 4
         assert noted["sparsity"] == pytest.approx(0.5, abs=0.01) and noted["seconds"]["share"] > 0
         assert noted["runs"][0]["bytes"] == sum(

@@ -18,7 +18,16 @@ from dist_sparse.cli.main import main
 from dist_sparse.report import add_artifact, read_run, write_report
 from dist_sparse.report.charts import Chart, Line, charts
 from dist_sparse.report.page import page, plot_of, svg_of
-from dist_sparse.report.summary import baseline, compare, headline, numbers, summary, verdict
+from dist_sparse.report.summary import (
+    COLUMNS,
+    baseline,
+    compare,
+    headline,
+    method_rows,
+    numbers,
+    summary,
+    verdict,
+)
 
 
 def log(
@@ -355,6 +364,35 @@ def test_a_delta_is_against_the_same_seed(tmp_path: Path) -> None:
     run = read_run(tmp_path / "small 1", tmp_path / "dense 0", tmp_path / "dense 1")
     assert "-0.0030 against dense 1 (0.8060)" in page(run, charts(run))
     assert " at -0.0030 test AUC" in headline(run)
+
+
+def test_seeds_are_one_row_with_their_spread(tmp_path: Path) -> None:
+    """A delta within the spread of any method is marked."""
+    for seed, (dense, small, close) in enumerate([(0.8, 0.79, 0.799), (0.806, 0.795, 0.8)]):
+        log(tmp_path / f"dense {seed}", auc=dense, rows=8, seed=seed)
+        log(tmp_path / f"small {seed}", dim=2, auc=small, rows=2, seed=seed)
+        log(tmp_path / f"close {seed}", dim=2, auc=close, rows=4, seed=seed)
+    names = [f"{name} {seed}" for name in ("dense", "small", "close") for seed in range(2)]
+    run = read_run(*[tmp_path / name for name in names])
+    shown = [dict(zip(COLUMNS, cells, strict=True)) for _, cells in method_rows(run)]
+    assert [cells["run"] for cells in shown] == [
+        f"{name} 0, 2 seeds" for name in ("dense", "small", "close")
+    ]
+    assert [cells["AUC"] for cells in shown] == [
+        "0.8030 ±0.0030",
+        "0.7925 ±0.0025",
+        "0.7995 ±0.0005",
+    ]
+    assert [cells["delta"] for cells in shown] == ["", "-0.0105", "-0.0035, noise"]
+    assert shown[1]["changed"] == "rows=2"
+    text = page(run, charts(run))
+    assert text.count("2 seeds</td>") == 3 and "0.7925 ±0.0025</td>" in text
+    assert "small 0, 2 seeds" in summary(run, tmp_path)
+    alone = read_run(tmp_path / "dense 0", tmp_path / "small 0")
+    assert [cells[2:4] for _, cells in method_rows(alone)] == [
+        ["0.8000", ""],
+        ["0.7900", "-0.0100"],
+    ]
 
 
 def test_a_run_of_untouched_rows(tmp_path: Path) -> None:

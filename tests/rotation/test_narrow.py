@@ -145,5 +145,5 @@ def test_groups_that_a_collection_parts_are_refused() -> None:
     model["bags"](ids)
     model["sequences"](ids)
     sparse.step()
-    with pytest.raises(ValueError, match=r"'user': 8, 'item': 12.*one level"):
+    with pytest.raises(ValueError, match=r"'user': 8, 'item': 12.*all one level"):
         compact(model, sparse)
