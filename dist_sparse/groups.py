@@ -246,7 +246,8 @@ class Group:
     def all_gather_json(self, value: Json) -> list[Json]:
         """Return every rank's JSON value, in group order. Collective over the group; two messages
         (lengths, then bytes)."""
-        return [value]
+        raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        return [json.loads(bytes(part.tolist())) for part in self.all_gather_parts(raw)]
 
     def agree(self, action: str, facts: Facts, error: Exception | None = None) -> None:
         """Check that all ranks are about to do the same, before any of them does it. Collective
@@ -318,11 +319,6 @@ class RankGroup(Group):
         with self._sending("all_to_all", packed) as sent:
             dist.all_to_all_single(received, sent, sizes, lengths, group=self.process_group)
         return received
-
-    def all_gather_json(self, value: Json) -> list[Json]:
-        """See :meth:`Group.all_gather_json`."""
-        raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-        return [json.loads(bytes(part.tolist())) for part in self.all_gather_parts(raw)]
 
     def agree(self, action: str, facts: Facts, error: Exception | None = None) -> None:
         """See :meth:`Group.agree`."""

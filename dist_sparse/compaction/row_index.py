@@ -190,17 +190,16 @@ class RowIndexes(nn.Module):
         rows: of each original table.
         features: for each feature, the position of its table.
 
-    Attributes:
-        nbytes: of the bitmap, its counts, and the numbers of each feature.
-
     Example::
 
         >>> import torch
         >>> from dist_sparse.compaction.row_index import RowIndex, RowIndexes
         >>> first = RowIndex.of(torch.tensor([False, True, True]))
         >>> index = RowIndexes([first, None], rows=[3, 9], features=[0, 1, 0])
-        >>> index(torch.tensor([1, 2, 1, 0, 2]), torch.tensor([2, 1, 2]))  # two ids, one, and two
-        tensor([ 0,  1,  1, -1,  1], dtype=torch.int32)
+        >>> ids, lengths = torch.tensor([1, 2, 1, 0, 9]), torch.tensor([2, 1, 2])
+        >>> rows, known = index(ids, lengths)
+        >>> rows[known], known
+        (tensor([ 0,  1,  1, -1], dtype=torch.int32), tensor([ True,  True,  True,  True, False]))
     """
 
     words: Tensor
@@ -256,10 +255,10 @@ class RowIndexes(nn.Module):
             start = stop
         return found
 
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Return the row of each id in the storage of its table: int32 ``(n,)``. For removed ids it
-        is the table's default row or :data:`REMOVED`, for ids out of the range of their table
-        :data:`UNKNOWN`.
+    def forward(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row of each id in the storage of its table, int32 ``(n,)``, and whether the id
+        is in the range of its table. For removed ids the row is the table's default row or
+        :data:`REMOVED`; for ids out of range it is the row of the nearest id.
 
         Args:
             ids: int32 or int64 ``(n,)``, feature after feature; not changed.
@@ -282,7 +281,7 @@ class RowIndexes(nn.Module):
             if self.any_default:
                 removed = self.of_features[2].int().index_select(0, feature)
                 found = torch.where(found < 0, removed, found)
-        return torch.where(inside == ids, found, UNKNOWN)
+        return found, inside == ids
 
     def _ranks(self, row: Tensor, feature: Tensor) -> Tensor:
         """Return the number of kept rows before each row in the table of its feature,

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from dist_sparse.records import FATES, SlotUpdate, TableStats
@@ -168,7 +169,7 @@ def method_rows(run: Run) -> list[tuple[dict[str, Any], list[str]]]:
     for group in groups:
         seeds = [rows[one.name] for one in group]
         # Named after the first seed, whose config differs least from the baseline's.
-        row = seeds[0] | {key: _mean(map(itemgetter(key), seeds)) for key in _MEANS}
+        row = seeds[0] | {key: _mean([*map(itemgetter(key), seeds)]) for key in _MEANS}
         cells = dict(zip(COLUMNS, cells_of(row), strict=True))
         if len(group) > 1:
             cells["run"] += f", {len(group)} seeds"
@@ -187,10 +188,9 @@ def _methods(run: Run) -> dict[str, list[Run]]:
     return by_method
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the known values; None without one."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _mean(values: list[Any]) -> float | None:
+    """Return the mean; None if a value is unknown."""
+    return None if None in values else fmean(values)
 
 
 def _range(values: Sequence[float]) -> float:

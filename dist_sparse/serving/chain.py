@@ -8,6 +8,7 @@ a step of their row's grid, or at the nearest step of their column's grid; zeros
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -189,7 +190,8 @@ class Chain:
     @property
     def path(self) -> Path:
         """Return the last folder."""
-        return self.deltas[-1].path if self.deltas else self.artifact.path
+        folders: list[Opened[Any]] = [self.artifact, *self.deltas]
+        return folders[-1].path
 
     def table(self, name: str) -> MappedTable:
         """Return a table after the last delta."""

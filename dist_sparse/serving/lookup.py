@@ -429,9 +429,9 @@ class QuantizedCollection(nn.Module):
 
         values, lengths, weights = port.unpack_ids(ids, self.features, self.weighted)
         counts = lengths.view(len(self.features), -1).sum(1)
-        rows = self.index(values, counts)
+        rows, known = self.index(values, counts)
         zeros = torch.repeat_interleave(self.zeros, counts, output_size=len(values))
-        rows = torch.where(rows < 0, zeros, rows)
+        rows = torch.where(known & (rows >= 0), rows, zeros)
         return self.collection(port.KeyedJaggedTensor(list(self.keys), rows, weights, lengths))
 
 

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from dist_sparse.checks import choice, refuse
 from dist_sparse.compaction.row_index import (
     REMOVED,
-    UNKNOWN,
     RowIndex,
     RowIndexes,
     UnknownLookups,
@@ -194,16 +193,18 @@ class ServedLookup(nn.Module):
         """Find the rows of ids, and return them pooled. The other arguments are those of
         :class:`JaggedRows`."""
         check_ids(ids)
-        rows: Tensor = self.index(ids, counts)
-        # A traced graph has no values to count. UNKNOWN is below REMOVED, so one pass over the rows
-        # is enough for most batches.
-        if not torch.compiler.is_compiling() and len(rows) and int(rows.min()) < REMOVED:
-            described = self.unknown_lookups.add(ids, rows == UNKNOWN, counts.tolist())
-            if self.unknown == "raise":
-                raise ValueError("Out of range: " + "; ".join(described.values()) + ".")
+        rows, known = self.index(ids, counts)
+        # A traced graph has no values to count: its branches are fixed.
+        is_traced = torch.compiler.is_compiling()
+        if is_traced or not known.all():
+            if not is_traced:
+                described = self.unknown_lookups.add(ids, ~known, counts.tolist())
+                if self.unknown == "raise":
+                    raise ValueError("Out of range: " + "; ".join(described.values()) + ".")
+            rows = rows.masked_fill(~known, REMOVED)
         # FBGEMM ignores strides.
         weights = None if weights is None else weights.contiguous()
-        batch = JaggedRows(rows.clamp(min=REMOVED), offsets, counts, weights)
+        batch = JaggedRows(rows, offsets, counts, weights)
         pooled: Tensor = self.row_lookup(batch)
         return pooled
 
@@ -305,7 +306,7 @@ def _check_offsets(offsets: Tensor, count: int) -> Tensor:
     if torch.compiler.is_compiling():
         # A branch on a value can't be traced. This assertion becomes a node of the graph.
         torch._assert_async((offsets[-1] == count) & (offsets[0] == 0), message)
-    elif offsets[[0, -1]].tolist() != [0, count]:
+    elif (int(offsets[0]), int(offsets[-1])) != (0, count):
         raise ValueError(message)
     # Only two offsets were checked: negative lengths may move the others out of range.
     return offsets.clamp(0, count)
@@ -623,17 +624,15 @@ class Gate:
         # Locks can't be copied or pickled: a copy of a module gets a gate of its own.
         return Gate, (self._is_partial,)
 
-    @contextmanager
-    def _enter(self) -> Iterator[None]:
-        with self._entrance, self._condition:
-            if self._is_partial:
-                raise RuntimeError("A delta was applied in part: load the artifact again.")
-            yield
+    def _refuse_partial(self) -> None:
+        if self._is_partial:
+            raise RuntimeError("A delta was applied in part: load the artifact again.")
 
     @contextmanager
     def lookup(self) -> Iterator[None]:
         """Hold updates back."""
-        with self._enter():
+        with self._entrance, self._condition:
+            self._refuse_partial()
             self._running += 1
         try:
             yield
@@ -647,7 +646,8 @@ class Gate:
         """Wait for running lookups, and hold later ones back. Call it within :attr:`updating`."""
         # Taking the entrance first stops new lookups: a steady stream of them would otherwise
         # starve the update.
-        with self._enter():
+        with self._entrance, self._condition:
+            self._refuse_partial()
             self._condition.wait_for(lambda: not self._running)
             self._is_partial = True
             yield

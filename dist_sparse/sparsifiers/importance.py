@@ -193,9 +193,10 @@ class ImportanceSparsifier(DataNormSparsifier):
         facts["sparsifier.decay"] = self.decay
         for data in located:
             # Replicas must score alike.
-            of_shards = self._totals.get(data.name, ())
-            totals = [(data, one.rect, one.total) for one in of_shards]
-            facts.replicas |= shared_tensors(totals, "optimizer state of ")
+            if data.replicated:
+                of_shards = self._totals.get(data.name, ())
+                totals = [(data, one.rect, one.total) for one in of_shards]
+                facts.replicas |= shared_tensors(totals, "optimizer state of ")
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         if self.counts_lookups and data.kernel not in FUSED:

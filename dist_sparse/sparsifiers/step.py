@@ -202,7 +202,8 @@ def _score(
     scored = sparsifier.score_tables(located, sparsifier.data_groups)
     for facts, names in group_facts:
         tables = [located[name] for name in names]
-        facts.replicas |= shared_weights(tables)
+        if any(data.replicated for data in tables):
+            facts.replicas |= shared_weights(tables)
         facts.drift_error = _DRIFTED
         sparsifier.note(facts, tables)
     return scored
@@ -214,7 +215,7 @@ def _update_plain(sparsifier: MaskUpdater, before: PlainMasks) -> None:
     # Zeroes revived weights, which must not be scored.
     sparsifier.masks.hooks.begin_step()
     dense = sparsifier.masks.plain
-    for name in filter(dense.is_masked, dense.names):
+    for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
         # A user's update_mask may edit it in place.
         before.append((mask, mask.detach().clone()))
