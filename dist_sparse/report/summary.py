@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from dist_sparse.records import FATES, SlotUpdate, TableStats
@@ -190,7 +189,7 @@ def _methods(run: Run) -> dict[str, list[Run]]:
 
 def _mean(values: list[Any]) -> float | None:
     """Return the mean; None if a value is unknown."""
-    return None if None in values else fmean(values)
+    return None if None in values else sum(values) / len(values)
 
 
 def _range(values: Sequence[float]) -> float:
