@@ -100,6 +100,7 @@ def test_public_names_are_those_of_the_reference() -> None:
     assert {"traffic", "reset_traffic", "set_timeout"} <= set(dist_sparse.groups.__all__)
 
 
+@pytest.mark.slow
 def test_old_imports_still_work() -> None:
     """Of what other modules list, the objects are the same, and the first screen does not show
     them."""
@@ -151,6 +152,7 @@ def test_public_names_have_docstrings() -> None:
     assert [each for name in classes for each in without_docstring(name)] == []
 
 
+@pytest.mark.slow
 def test_import_alone_needs_nothing() -> None:
     """Not even torch, so that the doctor runs where it is broken; each name comes when it is
     used."""
@@ -219,6 +221,7 @@ def test_the_names_need_torch_alone() -> None:
     assert "dist_sparse.torchrec.collections" not in within
 
 
+@pytest.mark.slow
 def test_whoever_registers_plain_data_needs_torch_alone() -> None:
     use = (
         "sparsifier = dist_sparse.DataNormSparsifier([('table', torch.randn(9,"
@@ -289,6 +292,7 @@ def above_limits(reached: dict[str, float]) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_no_module_reads_private_names_of_another() -> None:
     """Of its classes and modules; tests, examples and benchmarks neither."""
     assert private_reads(CODE) == {}

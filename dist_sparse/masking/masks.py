@@ -501,7 +501,8 @@ class ShardChange(NamedTuple):
         mask: the new mask.
         tensor: the live shard.
         before: the mask so far. Blocks that it keeps and ``mask`` removes are zeroed.
-        dirty: packed like ``mask``, further removed blocks that may not be zero; None: none.
+        dirty: packed like ``mask``, further removed blocks that may not be zero. None: none is
+            known, and :func:`prune` writes all removed blocks.
     """
 
     mask: BlockMask

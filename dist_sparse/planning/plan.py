@@ -59,7 +59,8 @@ class Plan:
         untouched: number of rows that training has never touched, by table; tables without Adagrad
             sums are missing.
         hardly_read: number of other rows whose sum of squared gradients is below a tenth of the
-            mean of its table's touched rows, by table.
+            mean of its table's touched rows, by table. Of columns and column shards with sums of
+            their own, a row's largest counts, so it depends a little on the sharding.
         choices: the candidates. Candidates with all columns are listed whether or not they fit.
         recommended: the one to use, or several to be measured. Empty if nothing fits, or if the
             tables fit as they are.
@@ -135,15 +136,12 @@ class Plan:
     def _reads_lines(self) -> list[str]:
         """Return how many rows of each table were never or hardly read, where that is known."""
         lines = []
-        text = (
-            "Rows never looked up: unknown; the sums of a trained model's Adagrad optimizer would"
-            " tell."
-        )
+        text = "Rows never read: unknown; a trained model's Adagrad would tell."
         if self.untouched:
             rows = []
             for table in self.tables:
-                if table.name in self.untouched:
-                    name = table.name
+                name = table.name
+                if name in self.untouched:
                     numbers = table.shape[0], self.untouched[name], self.hardly_read[name]
                     rows.append([printable(name), *map(count, numbers)])
             head = ("table", "rows", "never read", "hardly read")
@@ -225,8 +223,7 @@ def plan(
         # Ranks that plan for different tables or budgets would recommend different candidates.
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate"] = [limit, groups]
-    untouched: dict[str, int] = {}
-    hardly_read: dict[str, int] = {}
+    untouched, hardly_read = dict[str, int](), dict[str, int]()
     # Outside of the block above: counting rows communicates.
     if isinstance(model, nn.Module):
         untouched, hardly_read = rows_by_reads(model, located, optimizer)
@@ -532,8 +529,7 @@ def rows_by_reads(
         # Only the ranks that hold a table take part in its gather.
         if world.rank in ranks and data.name in floors:
             by_ranks[ranks].append(data)
-    never: dict[str, int] = {}
-    hardly: dict[str, int] = {}
+    never, hardly = dict[str, int](), dict[str, int]()
     # Over the world, because a table of a few ranks reports errors to these alone.
     with world.agreeing("plan()"):
         # All ranks use one order, or groups that overlap would wait for each other.
@@ -578,14 +574,14 @@ def _total(data: ShardedData, sums: Sums) -> tuple[float, int] | None:
         if weight.data_ptr() not in sums.keys() | {0}:
             return None
         rows = _row_sums(sums, data, rect)
+        # One sum that overflowed would be more than all others.
+        rows = rows[rows.isfinite()]
         total += float(rows.sum(dtype=torch.float64))
         touched += int(rows.count_nonzero())
     return total, touched
 
 
-def _floors(
-    located: Sequence[ShardedData], totals: Sequence[Sequence[tuple[float, int] | None]]
-) -> dict[str, float]:
+def _floors(located: Sequence[ShardedData], totals: Sequence[Any]) -> dict[str, float]:
     """Return the sum below which a row was hardly read, by table, for tables whose sums are known.
 
     Args:

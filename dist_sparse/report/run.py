@@ -221,14 +221,14 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The config without its seeds, and what was pruned, as text, which is equal for runs that
-        differ by chance alone; the name of a run whose config has no seed."""
+        """The config without its seeds, what was pruned, and bytes, as text, which is equal for
+        runs that differ by chance alone; the name of a run whose config has no seed."""
         if not self.seeds:
             return self.name
         config = flat(self.config) | dict.fromkeys(self.seeds)
         # A model before and after its rows were removed may share a config and its seed; the level
         # "untouched" has no target.
-        pruned = [self.trained, bool(self.states), target_of(self.states)]
+        pruned = [self.trained, bool(self.states), target_of(self.states), self.bytes_dense]
         return json.dumps([config, *pruned], sort_keys=True)
 
     @property

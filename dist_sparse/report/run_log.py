@@ -495,8 +495,6 @@ class Quality:
         self.every = integer("every", every, least=1)
         from dist_sparse.torchrec.kernels import auc_and_ne
 
-        # Called once: if torchrec is missing, fail now and not at the first result.
-        auc_and_ne(torch.ones(1), torch.ones(1))
         self._auc_and_ne = auc_and_ne
         self._steps = 0
         self._batches: list[tuple[Tensor, Tensor]] = []

@@ -161,7 +161,7 @@ _MEANS = ("share", "auc", "delta", "bytes", "sparsity", "ms_per_step")
 def method_rows(run: Run) -> list[tuple[dict[str, Any], list[str]]]:
     """Return the rows of :func:`compare` and their cells, but one row for all seeds of a method:
     their means, and half the range of their AUC. A delta below the range of a method is noise."""
-    rows = {row["name"]: row for row in compare(run)}
+    rows = dict(zip(map(attrgetter("name"), run.all_runs), compare(run), strict=True))
     groups = _methods(run).values()
     noise = _range(_widest(groups))
     shown = []
@@ -170,9 +170,11 @@ def method_rows(run: Run) -> list[tuple[dict[str, Any], list[str]]]:
         # Named after the first seed, whose config differs least from the baseline's.
         row = seeds[0] | {key: _mean([*map(itemgetter(key), seeds)]) for key in _MEANS}
         cells = dict(zip(COLUMNS, cells_of(row), strict=True))
+        aucs = _known_aucs(group)
         if len(group) > 1:
             cells["run"] += f", {len(group)} seeds"
-            cells["AUC"] += f" ±{_range(_known_aucs(group)) / 2:.4f}"
+        if len(aucs) > 1:
+            cells["AUC"] += f" ±{_range(aucs) / 2:.4f}"
         if row["delta"] is not None and abs(row["delta"]) < noise:
             cells["delta"] += ", noise"
         shown.append((row, [*cells.values()]))
@@ -188,8 +190,10 @@ def _methods(run: Run) -> dict[str, list[Run]]:
 
 
 def _mean(values: list[Any]) -> float | None:
-    """Return the mean; None if a value is unknown."""
-    return None if None in values else sum(values) / len(values)
+    """Return the mean of the known values; None without one."""
+    known = len(values) - values.count(None)
+    # Without None and 0, which add nothing.
+    return sum(filter(None, values)) / known if known else None
 
 
 def _range(values: Sequence[float]) -> float:

@@ -187,8 +187,8 @@ class DenseStore:
         return commit
 
 
-def check_name(name: object) -> str:
-    """Return a name that data can have.
+def check_name(name: object) -> None:
+    """Refuse a name that data can't have.
 
     Raises:
         TypeError: it is not a string.
@@ -198,7 +198,6 @@ def check_name(name: object) -> str:
         raise TypeError(f"Invalid {name=}: must be a string.")
     if not name or "." in name:
         raise KeyError(f"Invalid {name=}: must not be empty or hold a '.'.")
-    return name
 
 
 def refuse_attribute(name: str) -> None:

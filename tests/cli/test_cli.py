@@ -432,6 +432,7 @@ def test_runs_are_read_without_torch(tmp_path: Path) -> None:
     assert others == [f"dist-sparse {command}: {why}" for command in ("serve-check", "frontier")]
 
 
+@pytest.mark.slow
 def test_torchrecs_notices_are_kept_out_of_a_plan(tmp_path: Path) -> None:
     pytest.importorskip("torchrec")
     (tmp_path / "model.py").write_text(SHARDED)

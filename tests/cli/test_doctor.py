@@ -160,6 +160,7 @@ def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe("import time; time.sleep(60)") == ("did not end within 1 s", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["json", "torch"])
 def test_the_current_folder_is_not_imported_from(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -175,6 +176,7 @@ def test_the_current_folder_is_not_imported_from(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_what_does_not_load_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with operators that were built for another torch: a lookup that kills its process."""
     monkeypatch.setattr(doctor, "LOOKUP", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")

@@ -154,6 +154,7 @@ def test_mask_of_another_shape(world: int) -> None:
 # -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks(2, 4)
 def test_own_score(world: int) -> None:
     """The same masks as in one process, on every sharding; zeroed even where the score says nothing

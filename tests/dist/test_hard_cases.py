@@ -39,6 +39,7 @@ def guillotine(draw: random.Random, piece: Piece, depth: int) -> list[Piece]:
     return [part for half in halves for part in guillotine(draw, half, depth - 1)]
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_irregular_tilings() -> None:
     draw = random.Random(7)

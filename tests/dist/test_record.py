@@ -216,6 +216,7 @@ def test_a_failed_step() -> None:
     assert [record.number for record in recorder.take()] == [1, 2]
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_overlapping_groups() -> None:
     """A table over two ranks beside one over three."""

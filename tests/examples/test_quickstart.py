@@ -17,6 +17,7 @@ def test_the_page_shows_the_script() -> None:
     assert f"```python\n{SCRIPT.read_text()}```\n" in PAGE.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_print_what_one_does(tmp_path: Path) -> None:
     pytest.importorskip("torchrec")

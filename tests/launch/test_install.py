@@ -94,6 +94,7 @@ def test_no_line_installs_the_package_from_an_index() -> None:
     assert [file.name for file in files if "dist_sparse[" in file.read_text()] == []
 
 
+@pytest.mark.slow
 def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
     """Static tools (mypy, editors) follow a path in a .pth file, and no import hook."""
     copy, place = clone(tmp_path / "clone"), tmp_path / "site-packages"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def imported(without: list[str], code: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a new process where some packages can't be found."""
@@ -14,6 +16,7 @@ def imported(without: list[str], code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 class TestPackages:
     def test_with_neither_lightning(self) -> None:
         done = imported(["lightning", "pytorch_lightning"], "import dist_sparse.lightning")

@@ -3,6 +3,7 @@ may."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +46,7 @@ def oracle(tables: list[Tensor], most: list[int], prices: list[int], need: int) 
     return removed
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_equals_a_loop_over_all_blocks(data: st.DataObject) -> None:

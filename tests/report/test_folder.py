@@ -175,6 +175,7 @@ def test_of_jobs_that_start_together_one_writes(tmp_path: Path) -> None:
     assert [line["kind"] for _, line in read_lines(tmp_path / "run" / LINES)] == ["end"]
 
 
+@pytest.mark.slow
 def test_a_killed_job_leaves_no_lock(tmp_path: Path) -> None:
     job = started(tmp_path)
     assert job.stdin is not None and job.stdout is not None
@@ -203,6 +204,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_forked_worker_keeps_no_lock(tmp_path: Path) -> None:
     """A DataLoader's worker may outlive its rank while the job restarts."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

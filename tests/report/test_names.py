@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import dist_sparse.report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +25,7 @@ def loaded(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_names_need_no_optional_dependency() -> None:
     within = loaded(f"from dist_sparse.report import {', '.join(dist_sparse.report.__all__)}")
     assert not within & {"jinja2", "matplotlib", "tensorboard", "torchrec", "fbgemm_gpu"}

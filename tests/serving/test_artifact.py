@@ -291,6 +291,7 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
     assert not [each for each in tmp_path.rglob("*") if each.name not in ("missing", "parents")]
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_no_artifact(tmp_path: Path) -> None:
     code = (
         "import os, sys, torch\nfrom tests.serving.test_artifact import *\n"

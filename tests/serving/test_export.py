@@ -390,6 +390,7 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     assert str(tmp_path) not in (tmp_path / "one" / "manifest.json").read_text()
 
 
+@pytest.mark.slow
 def test_it_needs_neither_torchrec_nor_fbgemm(tmp_path: Path) -> None:
     code = (
         "import sys, torch\nfrom dist_sparse import DataNormSparsifier, export\nmodel ="

@@ -79,6 +79,7 @@ def names(model: nn.Module, **selection: Any) -> list[str]:
     return [data.name for data in ModelTables(model, **selection).locate()]
 
 
+@pytest.mark.slow
 def test_plain_modules_need_no_torchrec() -> None:
     code = (
         "import sys, torch; from dist_sparse.tables.modules import ModelTables; "
