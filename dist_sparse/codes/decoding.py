@@ -137,7 +137,7 @@ class DecodingHooks:
                     self._hook_kernel(kernel)
             for path, module in model.named_modules():
                 self._hook_module(path, module)
-            # In the order of the model: a set has another order on each rank.
+            # The first one in the order of the model: a set has another order on each rank.
             for shard in filter(self._unhooked.__contains__, self.shards):
                 raise ValueError(
                     f"Table {shard.name!r} can't have codes: no torch module and no sharded"

@@ -240,8 +240,8 @@ def _plan_changes(
     for group in getattr(sparsifier.masks.rotation, "groups", ()):
         # A collection of one width may have parted the group.
         left = {name: widths[name] for name in group if name in widths}
-        uneven = f"Tables rotated together keep other columns each, {left}: give all one level."
-        refuse({uneven: len(set(left.values())) > 1})
+        rule = f"Tables rotated together keep other columns each, {left}: give all one level."
+        refuse({rule: len(set(left.values())) > 1})
     rule = f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
     refuse({rule: missing})
     return changes

@@ -432,6 +432,7 @@ class Rebuild:
             around = [type(each).__name__ for each in wrappers if site.module in each.modules()]
             refusal = site.refusal(self._model, narrowed)
             rules = {
+                # None if the module itself has no reason.
                 str(refusal): refusal,
                 f"is inside {' in '.join(around)}, which holds on to the old parameters:"
                 f" {self._action} the module inside, and wrap the result again.": around,

@@ -147,7 +147,7 @@ class Plan:
             head = ("table", "rows", "never read", "hardly read")
             lines = [*table_lines(head, rows, right=range(1, len(head))), ""]
             text = (
-                "Never read in training: removing these rows is lossless on the training data."
+                "Never read: removing these rows is lossless on the training data."
                 " Hardly read: less than a tenth of the table's mean sum of squared gradients."
             )
         return [*lines, *textwrap.wrap(text, 79), ""]
@@ -493,10 +493,6 @@ def _call(what: str, *arguments: str) -> list[str]:
 Sums = dict[int, tuple[Tensor, float]]
 
 
-# Rows below this share of the mean sum of their table were hardly read.
-_HARDLY = 0.1
-
-
 def rows_by_reads(
     model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None
 ) -> tuple[dict[str, int], dict[str, int]]:
@@ -591,7 +587,8 @@ def _floors(located: Sequence[ShardedData], totals: Sequence[Any]) -> dict[str, 
     for data, parts in zip(located, zip(*totals, strict=True), strict=True):
         if None not in parts:
             total, touched = map(sum, zip(*parts, strict=True))
-            floors[data.name] = _HARDLY * total / max(touched, 1)
+            # A tenth of the mean.
+            floors[data.name] = total / 10 / max(touched, 1)
     return floors
 
 

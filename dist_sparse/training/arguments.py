@@ -101,6 +101,7 @@ class SparsifyArgs:
     auto: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        # Python's ints, checked.
         vars(self).update(vars(Window(begin=self.begin, end=self.end, every=self.every)))
         if self.end is not None:
             # Otherwise a schedule shorter than `every` would have one update, at its first level.

@@ -171,7 +171,7 @@ def test_rows_that_training_has_never_touched(tmp_path: Path) -> None:
     [choice] = answer.recommended
     assert choice.candidate.levels == {"cross": 0.75} and "Remove nothing else" in answer.why
     assert "\ncross  1,000         750            0\n" in str(answer)
-    assert "Never read in training: removing these rows is lossless on" in str(answer)
+    assert "Never read: removing these rows is lossless on" in str(answer)
     assert "level=\"untouched\",\n    include=['cross']," in str(answer)
     users, crossed = torch.arange(50).view(10, 5), torch.arange(0, 1000, 4).view(-1, 5)
     before = model.user(users), model.cross(crossed)

@@ -395,6 +395,19 @@ def test_seeds_are_one_row_with_their_spread(tmp_path: Path) -> None:
     ]
 
 
+def test_runs_with_other_bytes_are_no_seeds(tmp_path: Path) -> None:
+    """A config may not name the columns. Runs without an AUC have no spread of it."""
+    log(tmp_path / "wide", auc=0.8, seed=0)
+    log(tmp_path / "narrow", dim=4, auc=0.79, seed=0)
+    for seed in range(2):
+        with RunLog(tmp_path / f"loss {seed}", config={"seed": seed}) as held:
+            held.step(0, loss=0.5)
+    names = ("wide", "narrow", "loss 0", "loss 1")
+    shown = method_rows(read_run(*[tmp_path / name for name in names]))
+    cells = [cells[:1] + cells[2:3] for _, cells in shown]
+    assert cells == [["wide", "0.8000"], ["narrow", "0.7900"], ["loss 0, 2 seeds", "-"]]
+
+
 def test_a_run_of_untouched_rows(tmp_path: Path) -> None:
     """It has the config of a dense run, another color, and no column that is the same in all its
     tables."""
