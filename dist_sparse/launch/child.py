@@ -141,9 +141,7 @@ def _run(words: list[str]) -> None:
         # can't read an error file that is half written. If the rank hangs, SIGKILL ends it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, SystemExit) and error.code not in (None, 0):
-            # @record ignores SystemExit. The file is needed for the time of the failure. Of a wrong
-            # option it would hold argparse's errors too, four tracebacks.
-            error.__suppress_context__ = True
+            # @record ignores SystemExit. The file is needed for the time of the failure.
             get_error_handler().record_exception(error)
         raise
 

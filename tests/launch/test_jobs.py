@@ -208,18 +208,6 @@ time.sleep(0 if os.environ["WORLD_SIZE"] == "1" else 60)
 
 
 @pytest.mark.slow
-def test_a_wrong_option_has_one_traceback(tmp_path: Path) -> None:
-    """Argparse leaves by SystemExit while it handles errors of its own."""
-    text = "import argparse\nparser = argparse.ArgumentParser()\n"
-    text += "parser.add_argument('--n', type=int)\nparser.parse_args()\n"
-    command = [*LAUNCH, "--nproc", "2", "--ranks", "0", script(tmp_path, text), "--", "--n", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "argument --n: invalid int value: 'x'" in done.stderr
-    assert done.stderr.count("Traceback (most recent call last)") <= 1, done.stderr
-    assert "with SystemExit: 2 (exit code 2)" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "status"), [([], 0), (["--nproc", "2", "--ranks", "0"], 1)], ids=["alone", "shown"]
 )
