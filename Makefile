@@ -8,13 +8,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := .venv-docs
+LATEST := .venv-latest
 SITE ?= site
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train two-tower has-data online frontier test test-slow test-all lint bench sweep docs
+.PHONY: help setup train two-tower has-data online frontier test test-slow test-all test-latest lint bench sweep docs
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'Start with make setup, then make train. Variables:'
 	@echo '  PYTHON    Python 3.11 or later that makes .venv (default: python3)'
@@ -33,7 +34,7 @@ help:  ## this list
 setup: $(READY)  ## creates .venv with pinned versions of everything; some minutes
 	@echo 'Everything is in $(VENV). Next: make train; or `. $(BIN)/activate`, then `dist-sparse`.'
 
-$(READY): requirements/cpu.txt pyproject.toml
+$(READY): requirements/cpu.txt requirements/common.txt pyproject.toml
 	@test ! -L $(VENV) || { echo '$(VENV) is a symbolic link: nothing is installed into the environment of another checkout. Remove the link.' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make setup PYTHON=..." >&2; exit 1; }
 	@echo 'Installing 2.4 GB into $(VENV): a minute or more, in which pip prints nothing.'
@@ -74,6 +75,17 @@ test-slow: $(READY)  ## whole examples, jobs, the notebook, the site, a browser
 	$(PYTEST) -m slow
 
 test-all: test test-slow  ## both, as CI does
+
+test-latest: $(LATEST)/.ready  ## the tests of make test, on the newest known TorchRec, in .venv-latest
+	$(LATEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not slow'
+
+$(LATEST)/.ready: requirements/latest.txt requirements/common.txt pyproject.toml
+	@echo 'Installing up to 7 GB into $(LATEST): some minutes, in which pip prints nothing.'
+	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $$(grep '^torch==' requirements/latest.txt)
+	$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/latest.txt
+	$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index -e .
+	@touch $@
 
 lint: $(READY)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check

@@ -23,8 +23,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.measure import keep
-from dist_sparse import export, load_served, quantize
-from dist_sparse.codes.books import decode_books
+from dist_sparse import export, load_served
+from dist_sparse.extras.codes import quantize
+from dist_sparse.serving.books import decode_books
 
 __all__ = ["main"]
 

@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.measure import peak_extra_bytes
-from dist_sparse import export, load_served, sparsify
+from dist_sparse import Advanced, export, load_served, sparsify
 
 __all__ = ["main", "publish"]
 
@@ -56,7 +56,12 @@ def publish(case: dict[str, Any]) -> dict[str, Any]:
         tables, device=torch.device("cpu"), plan=ShardingPlan({"": plan})
     )
     sparse = sparsify(
-        model, model.fused_optimizer, level=0.5, block="row", end=0, score="norm", min_rows=1
+        model,
+        model.fused_optimizer,
+        level=0.5,
+        block="row",
+        end=0,
+        advanced=Advanced(score="norm", min_rows=1),
     )
     train(model, torch.arange(4))
     sparse.step()
@@ -83,7 +88,7 @@ def publish(case: dict[str, Any]) -> dict[str, Any]:
         served: Any = load_served([folder / name for name in ("base", "1", "2", "3")])
         resident = sum(buffer.nbytes for buffer in served.buffers())
         start = time.process_time()
-        peak = peak_extra_bytes(lambda: served.apply(folder / "4"))
+        peak = peak_extra_bytes(lambda: served.apply_delta(folder / "4"))
         apply = time.process_time() - start
     return {
         "full_s": full,

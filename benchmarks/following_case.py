@@ -37,11 +37,11 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.measure import peak_extra_bytes
-from dist_sparse import compact, sparsify
+from dist_sparse import Advanced, compact, sparsify
 from dist_sparse.compaction import collections
 from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.slots import FollowingTables, following
+from dist_sparse.extras.following import FollowingTables, following
 
 EVERY = 10
 """Batches between two updates: of masks, slots and managed collisions alike."""
@@ -205,10 +205,8 @@ class Frozen(Method):
             self.model,
             [self.optimizer, self.model.fused_optimizer],
             level=1 - rows / case["ids"],
-            score="frequency",
+            advanced=Advanced(score="frequency", min_rows=1, dense=False),
             include="*item*",
-            min_rows=1,
-            dense=False,
             begin=warmup // 2,
             end=self.end,
             every=EVERY,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_sparse import DataNormSparsifier, export, load_served, quantize
+from dist_sparse import DataNormSparsifier, export, load_served
 
 __all__ = ["load", "lookups", "main", "many", "targets", "write"]
 
@@ -129,6 +129,8 @@ def targets(case: dict[str, Any]) -> dict[str, Any]:
     sparsifier.step()
     sparse: Any = sparsifier
     if dtype == "codes":
+        from dist_sparse.extras.codes import quantize
+
         sparse = quantize(model, [], codes=case["dim"] // 4, begin=0, sparse=sparsifier)
         sparse.step()
     bags = case["bags"]

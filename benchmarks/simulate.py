@@ -194,7 +194,8 @@ def _predict(
         sparsifier = DataNormSparsifier(**arguments)
         shape = sparsifier.defaults["sparse_block_shape"]
         blocks = {data.name: resolve_block(data.name, shape, data.shape) for data in located}
-        sparsifier.masks.tables.add(source, located, blocks, None)
+        tables = sparsifier.masks.tables
+        tables.add(tables.new(source, located, blocks, None))
         for data in located:
             sparsifier.data_groups[data.name] = dict(sparsifier.defaults)
         best = math.inf

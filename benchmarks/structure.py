@@ -219,10 +219,6 @@ class Density:
         return 100 * self.decisions / self.code
 
     @property
-    def per_1000_characters(self) -> float:
-        return 1000 * self.decisions / self.characters
-
-    @property
     def commented(self) -> float:
         """Per cent of all lines."""
         return 100 * self.comments / self.lines
@@ -263,7 +259,10 @@ def density(files: list[Path], root: Path = ROOT) -> Density:
 
 def decisions(node: ast.AST) -> int:
     """Of one node: a branch, a loop, a handler, a case, each further operand of and/or, each for
-    and if of a comprehension."""
+    and if of a comprehension, each rule of ``refuse({...})``, each further item of ``any([...])``,
+    and a loop that ``map()`` or ``filter()`` hides."""
+    if isinstance(node, ast.Call):
+        return hidden_decisions(node)
     if isinstance(node, BRANCHES | ast.match_case):
         return 1
     if isinstance(node, ast.BoolOp):
@@ -271,6 +270,17 @@ def decisions(node: ast.AST) -> int:
     if isinstance(node, ast.comprehension):
         return 1 + len(node.ifs)
     return 0
+
+
+def hidden_decisions(call: ast.Call) -> int:
+    """Of a call that stands for branches or a loop."""
+    name = called(call)
+    argument = call.args[0] if call.args else None
+    if name == "refuse" and isinstance(argument, ast.Dict):
+        return len(argument.keys)
+    if name in ("any", "all") and isinstance(argument, ast.List | ast.Tuple):
+        return len(argument.elts) - 1
+    return int(name in ("map", "filter", "starmap"))
 
 
 def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
@@ -374,7 +384,6 @@ def main() -> None:
         "lines of code": counted.code,
         "characters of code": counted.characters,
         "decisions per 100 lines of code": f"{counted.per_100_lines:.1f}",
-        "decisions per 1,000 characters": f"{counted.per_1000_characters:.1f}",
         f"functions above {MOST_DECISIONS} decisions": f"{len(counted.above)} of {len(counted.functions)}",
         "nested comprehensions": counted.nested,
         "lines with a comment": f"{counted.commented:.1f}%",

@@ -31,7 +31,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dist_sparse
-from benchmarks.structure import crossed, walks
+from benchmarks.structure import Crossed, crossed, walks
 
 __all__ = ["measured"]
 
@@ -53,39 +53,86 @@ class Model(nn.Module):
         return out
 
 
-def measured(folder: Path) -> dict[str, Any]:
-    """The figures, as this rank counts them. Collective; every rank names the same folder."""
+def measured(folder: Path, show: str = "") -> dict[str, Any]:
+    """The figures, as this rank counts them. Collective; every rank names the same folder.
+
+    Args:
+        show: an operation whose calls are printed, by function.
+    """
     found: dict[str, Any] = {}
 
-    def counted(name: str, action: Callable[[], Any]) -> None:
+    def calls(name: str, action: Callable[[], Any]) -> Crossed:
+        seen = crossed(action)
+        found[f"calls of {name}"] = sum(seen.calls.values())
+        if name == show and dist.get_rank() == 0:
+            for (module, function), times in sorted(seen.calls.items(), key=lambda item: -item[1]):
+                print(f"{times:5} {module}.{function}")
+        return seen
+
+    def walked(name: str, action: Callable[[], Any]) -> None:
         found[f"walks of {name}"] = walks(model, action)
 
     model = _sharded()
     optimizer = torch.optim.Adagrad(model.module.over.parameters(), lr=0.1)
     made: list[dist_sparse.SparseTraining] = []
-    counted(
-        "sparsify()",
-        lambda: made.append(dist_sparse.sparsify(model, optimizer, level=0.5, end=None, every=1)),
-    )
+
+    def sparsified() -> None:
+        made.append(dist_sparse.sparsify(model, optimizer, level=0.5, end=None, every=1))
+
+    # Caches of the process are filled by the first.
+    sparsified()
+    made.pop().detach()
+    calls("sparsify()", sparsified)
+    made.pop().detach()
+    walked("sparsify()", sparsified)
     sparse = made[0]
     sparsifier = sparse.sparsifier
     for _ in range(2):  # a second update has everything at hand that the first one looks up
         _train(model, optimizer)
         sparsifier.step()
     _train(model, optimizer)
-    seen = crossed(sparsifier.step)
+    seen = calls("an update", sparsifier.step)
     found["modules crossed by an update"] = sorted(seen.modules)
-    found["calls of an update"] = sum(seen.calls.values())
-    counted("an update", sparsifier.step)
-    counted("export()", lambda: dist_sparse.export(model, sparse, folder / "served"))
+    calls("forward and backward after an update", lambda: _forward(model))
+    # One forward in 16 counts lookups of removed rows.
+    for _ in range(16):
+        _train(model, optimizer)
+    calls("forward and backward", lambda: _forward(model))
+    walked("an update", sparsifier.step)
+    checkpoints = dist_sparse.Checkpoints(folder / "checkpoints")
+    parts: Any = {"model": model, "optimizer": optimizer, "sparse": sparse}
+    checkpoints.save(1, **parts)
+    calls("save()", lambda: checkpoints.save(2, **parts))
+    calls("resume_latest()", lambda: checkpoints.resume_latest(**parts))
+    state = sparse.state_dict()
+    calls("state_dict()", sparse.state_dict)
+    calls("load_state_dict()", lambda: sparse.load_state_dict(state))
+    walked("export()", lambda: dist_sparse.export(model, sparse, folder / "served"))
+    calls("export()", lambda: dist_sparse.export(model, sparse, folder / "again"))
+    served = dist_sparse.load_served(folder / "served")
+    batch = _batch()
+    served(batch)
+    calls("a served lookup", lambda: served(batch))
+    smaller: list[nn.Module] = []
+    calls("compact()", lambda: smaller.append(dist_sparse.compact(model, sparse)))
+    (compact,) = smaller
+    compact(batch)
+    calls("a forward of a compact model", lambda: compact(batch))
     return found
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _batch() -> KeyedJaggedTensor:
     ids = torch.randint(64, (16,))
-    batch = KeyedJaggedTensor(keys=FEATURES, values=ids, lengths=torch.full((8,), 2))
+    return KeyedJaggedTensor(keys=FEATURES, values=ids, lengths=torch.full((8,), 2))
+
+
+def _forward(model: nn.Module) -> None:
+    model(_batch()).sum().backward()
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    model(batch).sum().backward()
+    _forward(model)
     optimizer.step()
 
 
@@ -115,7 +162,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names)
-    figures = measured(Path(names[0]))
+    figures = measured(Path(names[0]), *sys.argv[1:])
     if dist.get_rank() == 0:
         print(json.dumps(figures), flush=True)
     sys.stdout.flush()

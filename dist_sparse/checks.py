@@ -12,9 +12,12 @@ import numbers
 import os
 import re
 import reprlib
+import stat
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 Json = Any
@@ -41,6 +44,9 @@ def integer(
     Raises:
         ValueError: it is no integer (a bool or an integral float is none), or out of bounds.
     """
+    # Most values are Python's ints.
+    if type(value) is int and least <= value <= most:
+        return value
     number = _finite(value)
     # NaN is in no bounds.
     if not isinstance(number, int):
@@ -90,8 +96,64 @@ def scheduled_level(name: str, value: object) -> Any:
         ValueError: it is neither.
     """
     if isinstance(value, str):
-        return choice(name, value, [UNTOUCHED], ", 'auto' (for all tables) or a number in [0, 1]")
+        return choice(name, value, [UNTOUCHED], " or a number in [0, 1]")
     return level(name, value)
+
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_budget(budget: object) -> float:
+    """Return a budget as bytes, an int, or as a fraction, a float. Text means the same as on a
+    command line.
+
+    Args:
+        budget: a number of bytes, a fraction, or text: ``"4096"``, ``"512MiB"``, ``"20%"``,
+            ``"0.2"``.
+
+    Raises:
+        ValueError: it is none of these, or a few bytes where a percentage is meant.
+
+    Example::
+
+        >>> from dist_sparse.checks import parse_budget
+        >>> parse_budget("20%"), parse_budget(1 << 20), parse_budget("1 MiB")
+        (0.2, 1048576, 1048576)
+    """
+    value = _number_of(budget) if isinstance(budget, str) else budget
+    # The type tells: 100 is bytes, 1.0 all of them. type(), because a bool is an int too.
+    if type(value) is int and value >= 0:
+        refuse_few_bytes(value)
+        return value
+    if type(value) is float and 0 <= value <= 1:
+        return value
+    raise ValueError(
+        f"Invalid {budget=}: must be bytes (an int >= 0), a fraction (a float up to 1.0), or text"
+        " such as '20%' or '512MiB'."
+    )
+
+
+def _number_of(text: str) -> float | None:
+    """Return the bytes or the fraction that a text means; None if it means neither."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d*)?) ?(%|[KMGT]iB|)", text, re.ASCII)
+    if match is None:
+        return None
+    number, unit = match.groups()
+    if unit == "%":
+        return float(number) / 100
+    if unit:
+        return int(float(number) * _UNITS[unit])
+    return float(number) if "." in number else int(number)
+
+
+def refuse_few_bytes(budget: int) -> None:
+    """Refuse a budget of 1 to 99 bytes: whoever writes it means a percentage.
+
+    Raises:
+        ValueError: it is one; asks for the percentage.
+    """
+    if 1 <= budget <= 99:
+        raise ValueError(f"No table fits in {budget} bytes. Did you mean {budget}%?")
 
 
 def name_list(name: str, value: object) -> tuple[str, ...]:
@@ -109,6 +171,38 @@ def name_list(name: str, value: object) -> tuple[str, ...]:
         if all(isinstance(entry, str) for entry in names):
             return names
     raise ValueError(f"Invalid {name}={value!r}: must be a string or a sequence of strings.")
+
+
+def flag(name: str, value: object) -> bool:
+    """Return a bool as it is.
+
+    Raises:
+        ValueError: it is another value.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"Invalid {name}={value!r}: must be True or False.")
+    return value
+
+
+def keys(
+    what: str, mapping: Any, needed: Set[str], optional: Set[str] | None = frozenset()
+) -> None:
+    """Refuse anything but a mapping with the keys ``needed`` and perhaps some of ``optional``; None
+    allows any others.
+
+    Raises:
+        ValueError: names the missing and the unknown keys.
+    """
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"{what} must be a mapping, and is of type {type(mapping).__name__}.")
+    missing = sorted(needed - mapping.keys())
+    if missing:
+        raise ValueError(f"{what} lacks {missing}; it has {sorted(map(str, mapping))}.")
+    unknown = [] if optional is None else sorted(mapping.keys() - needed - optional)
+    if unknown:
+        raise ValueError(
+            f"{what} has the unknown keys {unknown}: it is of other tables, or a newer release."
+        )
 
 
 def choice(name: str, value: object, known: Iterable[str], more: str = "") -> str:
@@ -211,7 +305,7 @@ def encode(value: Json) -> bytes:
     if not isinstance(value, dict):
         return _json_text(value).encode()
     # Entry by entry: one that JSON can't hold must not hide differences in the others.
-    entries = sorted(f"{json.dumps(str(key))}: {_json_text(item)}" for key, item in value.items())
+    entries = sorted([f"{json.dumps(str(key))}: {_json_text(item)}" for key, item in value.items()])
     return f"{{{', '.join(entries)}}}".encode()
 
 
@@ -260,17 +354,23 @@ def from_json(what: str, text: Any) -> dict[str, Json]:
         ValueError: the text is not that of a mapping; ``what`` is for the message.
     """
     with contextlib.suppress(TypeError, ValueError):
-        value = _with_tuples(json.loads(text))
+        value = json.loads(text, object_hook=_with_tuples)
         if isinstance(value, dict):
             return value
     shown = reprlib.repr(text)
     raise ValueError(f"Invalid state: {what} must be a mapping as JSON, and are {shown}.")
 
 
-def _with_tuples(value: Json) -> Json:
-    if isinstance(value, dict):
-        return {key: _with_tuples(item) for key, item in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+def _with_tuples(entries: dict[str, Any]) -> dict[str, Json]:
+    """Return an object of JSON with tuples in the place of lists."""
+    return {
+        key: _as_tuple(value) if isinstance(value, list) else value
+        for key, value in entries.items()
+    }
+
+
+def _as_tuple(values: list[Any]) -> tuple[Json, ...]:
+    return tuple([_as_tuple(value) if isinstance(value, list) else value for value in values])
 
 
 # Files that are refused if they are damaged: JSON whose last entry is the CRC32 of the text without
@@ -289,14 +389,59 @@ def hex_of(crc: int) -> str:
 
 @contextlib.contextmanager
 def refusing(path: object) -> Iterator[None]:
-    """Name a file in errors about what is in it; errors of the disk name it themselves."""
+    """Name a file in errors about what is in it. Errors of the disk name it themselves; they and a
+    lack of memory say nothing about what is in it."""
     try:
         yield
-    except OSError:
+    except (OSError, MemoryError):
         raise
     # Malformed JSON and pickles may raise any exception.
     except Exception as error:
         raise ValueError(f"{path} is refused: {fault_of(error)[:300]}.") from None
+
+
+def refuse_special(file: Path, *, link: bool = False) -> None:
+    """Refuse to open what exists and is no regular file: a pipe would block, a link could lead out
+    of the folder.
+
+    Args:
+        file: of a folder that this package writes.
+        link: allow a link to a regular file, or to nothing.
+    """
+    # NotADirectoryError: the folder is a file, which its caller refuses.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        status = file.stat() if link else file.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{file} is not a regular file: it is neither read nor written.")
+
+
+def write_whole(file: Path, content: bytes, *, shared: bool = False) -> None:
+    """Replace a file atomically: readers see the old file or the new one.
+
+    It is private to the user (0600), or readable by all (0644, less the umask) if ``shared``.
+
+    Raises:
+        ValueError: it exists and is neither a regular file nor a link to one.
+        OSError: it can't be written; names it. The old file is intact.
+    """
+    # The rename replaces a link, so that its target stays as it is. But not /dev/stdout.
+    refuse_special(file, link=True)
+    part = part_of(file)
+    opener = partial(os.open, mode=0o644 if shared else 0o600)
+    try:
+        with open(part, "xb", opener=opener) as stream:
+            stream.write(content)
+        part.replace(file)
+    except OSError as error:
+        # The error of a full disk does not name the file.
+        raise OSError(error.errno, error.strerror, str(file)) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def part_of(file: Path) -> Path:
+    """Return a new path beside ``file``, to be renamed to it once it is complete."""
+    return file.with_name(f".{os.urandom(8).hex()}.part")
 
 
 def fault_of(error: Exception) -> str:

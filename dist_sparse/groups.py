@@ -9,16 +9,14 @@ sent as JSON bytes in tensors, never as pickles. :func:`traffic` counts every co
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
 import threading
+import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +25,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from dist_sparse.checks import digest, encode, number
+from dist_sparse.messages import (
+    MOST_SHOWN,
+    cut,
+    differing,
+    explain_actions,
+    explain_errors,
+    explain_facts,
+    ranks_text,
+)
 
 # The functions for users. The rest of the package calls the others.
 __all__ = ["Traffic", "reset_traffic", "set_timeout", "traffic"]
@@ -62,6 +69,16 @@ class Refused(ValueError):
     raised_by: frozenset[int] = frozenset()
 
 
+class Lost(RuntimeError):
+    """A collective that not all ranks of a group made.
+
+    Attributes:
+        closed: another rank has closed its connection: it failed, hung up or ended.
+    """
+
+    closed = False
+
+
 class Facts(dict[str, Json]):
     """Values that must be equal on all ranks of one group, by a key for messages. See
     :func:`agreeing`.
@@ -92,6 +109,8 @@ class _Sent(threading.local):
 
 _sent = _Sent()
 _timeout = timedelta(seconds=600)
+# How long ranks wait for each other after one of them has hung up.
+_RECONNECTS = timedelta(seconds=30)
 _groups: dict[tuple[tuple[int, ...], str | None], tuple[Any, Group]] = {}
 _weights_device: torch.device | None = None
 
@@ -196,8 +215,13 @@ class Group:
     # This process's place among them.
     rank = 0
 
-    # What the messages are sent through; None for a world of one.
-    process_group: dist.ProcessGroup | None = None
+    # Names a group for another thread; see group_over().
+    apart: str | None = None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """What the messages are sent through; None for a world of one."""
+        return None
 
     @property
     def size(self) -> int:
@@ -234,7 +258,8 @@ class Group:
 
     def all_to_all(self, packed: Tensor, lengths: list[int], sizes: list[int]) -> Tensor:
         """Send bytes to every rank, and return what they send here, uint8, rank after rank.
-        Collective. :class:`Parcels` does the bookkeeping.
+        Collective.
+        :class:`~dist_sparse.parcels.Parcels` does the bookkeeping.
 
         Args:
             packed: uint8, rank after rank.
@@ -267,11 +292,21 @@ class Group:
             ValueError: a rank reported an error (with its text), or facts differ.
         """
 
+    def hang_up(self) -> None:
+        """Close this rank's connections to the others, whose collectives then fail. The next
+        collective connects all ranks again."""
+
     @contextmanager
     def agreeing(self, action: str) -> Iterator[Facts]:
         """:func:`agreeing` over this group alone."""
         with agreeing(action, [self]) as (facts,):
             yield facts
+
+    @contextmanager
+    def jointly(self, action: str) -> Iterator[Call]:
+        """:func:`jointly` over this group alone."""
+        with jointly(action, [self]) as call:
+            yield call
 
 
 class RankGroup(Group):
@@ -280,15 +315,28 @@ class RankGroup(Group):
     Args:
         ranks: global ranks in group order.
         process_group: what the messages are sent through.
+        apart: names a group for another thread.
     """
 
-    def __init__(self, ranks: tuple[int, ...], process_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], process_group: dist.ProcessGroup, apart: str | None = None
+    ) -> None:
         self.ranks = ranks
         self.rank = ranks.index(dist.get_rank())
-        self.process_group = process_group
+        self.apart = apart
+        # None once this rank has hung up.
+        self._connected: dist.ProcessGroup | None = process_group
         # "cpu:gloo,cuda:nccl": get_backend() is "undefined" for several.
         self._sends_from_cpu = "cpu:" in dist.get_backend_config(process_group)
         self._at = "before any agreement"
+        self._is_dead = False
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """What the messages are sent through. Collective if a rank has hung up."""
+        if self._connected is None:
+            self._connected = self._reconnected()
+        return self._connected
 
     @property
     def device(self) -> torch.device:
@@ -309,9 +357,10 @@ class RankGroup(Group):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See :meth:`Group.all_gather`."""
         with self._sending("all_gather", tensor) as sent:
-            parts = [torch.empty_like(sent) for _ in self.ranks]
-            dist.all_gather(parts, sent, group=self.process_group)
-        return torch.stack(parts).to(tensor.device)
+            # One tensor: nothing is left to allocate once the others have this rank's part.
+            gathered = sent.new_empty(self.size, *sent.shape)
+            dist.all_gather(list(gathered.unbind()), sent, group=self.process_group)
+        return gathered.to(tensor.device)
 
     def all_to_all(self, packed: Tensor, lengths: list[int], sizes: list[int]) -> Tensor:
         """See :meth:`Group.all_to_all`."""
@@ -324,22 +373,39 @@ class RankGroup(Group):
         """See :meth:`Group.agree`."""
         self._at = f"in {action}"
         mine = [error is not None, digest(action), digest(facts), _balance(facts.replicas)]
-        reports = self.all_gather(torch.tensor(mine, dtype=torch.int64))
-        errors = reports[:, 0]
-        digests = reports[:, 1:3]
-        balances = reports[:, 3]
-        if bool(errors.any() | (digests != digests[0]).any()):
-            refused = Refused(self._refusal(action, facts, error))
-            refused.raised_by = frozenset(self.ranks)
-            raise refused from error
-        # int64 wraps around, so the sum is modulo 2**64, as each balance is.
-        if int(balances.sum()) != 0:
+        # As lists: comparing tensors would take memory, after which some ranks would have agreed.
+        reports = self._gather_reports(torch.tensor(mine, dtype=torch.int64))
+        _, *first = reports[0][:3]
+        if any([failed or digests != first for failed, *digests, _ in reports]):
+            raise self._refused(self._refusal(action, facts, error)) from error
+        # Each balance is modulo 2**64.
+        if sum([report[3] for report in reports]) % (1 << 64):
             held = self.all_gather_json({name: each.hash for name, each in facts.replicas.items()})
             facts.drifted = _drifted(self.ranks, held)
             drifted = facts.drifted.items()
             places = "; ".join(f"{place} on {ranks_text(ranks)}" for place, ranks in drifted)
             if facts.drift_error is not None:
-                raise ValueError(facts.drift_error.format(places=places))
+                raise self._refused(facts.drift_error.format(places=places))
+
+    def _gather_reports(self, mine: Tensor) -> list[list[int]]:
+        """Return every rank's report. Collective."""
+        try:
+            return self.all_gather(mine).tolist()
+        except Lost as lost:
+            if not lost.closed:
+                raise
+            # A rank has failed in the middle of this call. It comes to this agreement next.
+            _hang_up([self])
+            try:
+                return self.all_gather(mine).tolist()
+            except Lost:
+                raise lost from None
+
+    def _refused(self, message: str) -> Refused:
+        """Return an error that every rank of this group raises."""
+        refused = Refused(message)
+        refused.raised_by = frozenset(self.ranks)
+        return refused
 
     def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> str:
         """Return the message on every rank. Collective over the group: first digests alone, because
@@ -347,13 +413,15 @@ class RankGroup(Group):
         text = None if error is None else cut(f"{type(error).__name__}: {error}")
         own = {key: digest(value) for key, value in facts.items()}
         # All ranks get the same reports, so they take the same branch below.
-        reports = self.all_gather_json([action, text, own])
-        actions, errors, digests = zip(*reports, strict=True)
+        reports = self.all_gather_json([action, text, isinstance(error, Lost), own])
+        actions, errors, are_lost, digests = zip(*reports, strict=True)
         if any(errors):
-            return explain_errors(self.ranks, actions[0], errors)
+            # A lost connection follows from an error of another rank, if there is one.
+            causes = [None if lost else text for text, lost in zip(errors, are_lost, strict=True)]
+            return explain_errors(self.ranks, actions[0], causes if any(causes) else errors)
         if len(set(actions)) > 1:
             return explain_actions(self.ranks, actions)
-        shown = _differing(digests)[:_MOST_SHOWN]
+        shown = differing(digests)[:MOST_SHOWN]
         values = self.all_gather_json({key: facts.get(key, "nothing") for key in shown})
         return explain_facts(self.ranks, action, shown, values)
 
@@ -366,14 +434,48 @@ class RankGroup(Group):
         _sent.bytes += sent.nbytes
         try:
             yield sent
+        except Lost:
+            raise
         except RuntimeError as fault:
             if not re.search(_LOST, str(fault).lower()):
                 raise
-            raise RuntimeError(
+            lost = Lost(
                 f"Rank {self.ranks[self.rank]}: {operation} {self._at} failed. Not all of"
                 f" {ranks_text(self.ranks)} made this call: a rank has ended, is stalled, or is"
                 f" making another call. The backend says: {cut(str(fault), 300)}"
-            ) from fault
+            )
+            lost.closed = bool(re.search("peer|[Bb]roken pipe", str(fault)))
+            # The frames of the backend's functions hold its group, and hang_up() must free it.
+            traceback.clear_frames(fault.__traceback__)
+            raise lost from fault
+
+    def hang_up(self) -> None:
+        """See :meth:`Group.hang_up`."""
+        # Without a reference its sockets are closed: no function of torch's does it.
+        group, self._connected = self._connected, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def _reconnected(self) -> dist.ProcessGroup:
+        """Return a new process group over the same ranks. Collective.
+
+        Raises:
+            Lost: another rank does not connect, now or earlier.
+        """
+        if not self._is_dead:
+            # The names of smaller groups follow from the number of groups. The old name would lead
+            # to old addresses, so a group of this rank alone takes it.
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            # Until the ranks have met here.
+            self._is_dead = True
+            try:
+                _connect(self.ranks, self.apart, min(_timeout, _RECONNECTS))
+            except RuntimeError as fault:
+                raise Lost(f"A rank of {ranks_text(self.ranks)} does not connect.") from fault
+            self._is_dead = False
+            return _connect(self.ranks, self.apart, _timeout)
+        held = ranks_text(self.ranks)
+        raise Lost(f"The connections between {held} are lost: resume from a checkpoint.")
 
 
 @contextmanager
@@ -411,75 +513,120 @@ def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
     try:
         yield noted
     except Refused as refused:
-        if all(refused.raised_by >= set(group.ranks) for group in groups):
-            # Every rank raises it, so none will enter agree().
+        if _all_raise(refused, groups):
+            # None will enter agree().
             raise
         error = refused
     except Exception as fault:
         error = fault
+    _agree(action, groups, noted, error)
+
+
+class Call:
+    """A call that several ranks make. See :func:`jointly`."""
+
+    def __init__(self) -> None:
+        self.others_wait = True
+
+    def sent_all(self) -> None:
+        """Note that this rank has made the last collective of the call. What fails from now on is
+        raised on this rank alone, and no agreement ends the call."""
+        self.others_wait = False
+
+
+@contextmanager
+def jointly(action: str, groups: Sequence[Group]) -> Iterator[Call]:
+    """Run the part of a call that communicates. If one rank fails, the call fails on all of them.
+    Collective over all ``groups``: ends with one agreement each.
+
+    The body must not change anything, or the caller must undo it. If it raises, the rank closes its
+    connections. This ends the collectives in which other ranks wait for it, and their bodies raise
+    too. Then all connect again, and agree on the error. ``KeyboardInterrupt`` and ``SystemExit``
+    leave at once. NCCL can't close a connection: over it alone, the others wait for the timeout.
+
+    Args:
+        action: the call, for messages.
+        groups: as for :func:`agreeing`.
+
+    Yields:
+        The call; see :meth:`Call.sent_all`.
+
+    Raises:
+        ValueError: any rank has failed. A world of one re-raises the exception itself.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.groups import group_over, jointly
+        >>> group = group_over(None)
+        >>> with jointly("count()", [group]):
+        ...     total = group.all_reduce(torch.ones(1))
+    """
+    call = Call()
+    error: Exception | None = None
+    try:
+        yield call
+    except Refused as refused:
+        if _all_raise(refused, groups):
+            raise
+        error = refused
+    except Exception as fault:
+        error = fault
+    if call.others_wait:
+        if error is not None:
+            _hang_up(groups)
+        _agree(action, groups, [Facts() for _ in groups], error)
+    elif error is not None:
+        raise error
+
+
+def _all_raise(refused: Refused, groups: Sequence[Group]) -> bool:
+    """Return whether every rank of ``groups`` raises the error."""
+    return all(refused.raised_by >= set(group.ranks) for group in groups)
+
+
+def _hang_up(groups: Sequence[Group]) -> None:
+    """Close this rank's connections in ``groups``, and in those of fewer of their ranks: others may
+    wait there too. All of these ranks fail in this call, so each of them hangs up."""
+    ranks: set[int] = set()
+    for group in groups:
+        ranks.update(group.ranks)
+    threads = {group.apart for group in groups}
+    # A list: the thread of save_async() may add its groups, which are its own.
+    for made_in, group in list(_groups.values()):
+        mine = made_in is dist.group.WORLD and group.apart in threads
+        if mine and ranks.issuperset(group.ranks):
+            group.hang_up()
+
+
+def _agree(
+    action: str, groups: Sequence[Group], noted: Sequence[Facts], error: Exception | None
+) -> None:
+    """Agree in all groups, and raise the last error."""
     for group, facts in zip(groups, noted, strict=True):
         # After an error in one group, agree in the others too: their ranks are waiting.
         try:
-            group.agree(action, facts, error)
-        except ValueError as refused:
-            error = refused
+            error = _outcome(group, action, facts, error)
+        except Exception as fault:
+            # The agreement itself failed here, such as for lack of memory.
+            _hang_up([group])
+            error = _outcome(group, action, facts, error or fault)
     if error is not None:
         raise error
 
 
-# Reads a parcel once it has arrived.
-Read = Callable[[], Tensor]
-
-
-class Parcels:
-    """One all-to-all: pack tensors per receiver, read them per sender.
-
-    Call :meth:`send` and :meth:`expect` for all of them, then :meth:`exchange`. What is expected of
-    a rank must come in the order in which that rank sends it: both sides loop over the same
-    metadata.
-
-    Args:
-        group: over which to send.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._pieces: list[list[Tensor]] = [[] for _ in group.ranks]
-        self._lengths = [0] * group.size
-        self._sizes = [0] * group.size
-        self._received: Sequence[Tensor] = ()
-
-    def send(self, receiver: int, tensor: Tensor) -> None:
-        """Pack a contiguous tensor for group rank ``receiver``. It is released once it is
-        copied."""
-        self._pieces[receiver].append(tensor.view(-1).view(torch.uint8))
-        self._lengths[receiver] += tensor.nbytes
-
-    def expect(self, sender: int, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Read:
-        """Return a function that gives the next tensor of group rank ``sender``, of this shape and
-        dtype, once :meth:`exchange` has been called. It may be a view of the received bytes."""
-        start = self._sizes[sender]
-        stop = self._sizes[sender] = start + math.prod(shape) * dtype.itemsize
-
-        def read() -> Tensor:
-            part = self._received[sender][start:stop]
-            # Tensors of several dtypes follow each other, and a view as a dtype must be aligned.
-            aligned = (part.storage_offset() % dtype.itemsize) == 0
-            return (part if aligned else part.clone()).view(dtype).view(tuple(shape))
-
-        return read
-
-    def exchange(self, device: torch.device) -> None:
-        """Send and receive everything, to tensors on ``device``. Collective over the group."""
-        # An empty tensor first, as torch.cat() takes no empty list. It takes one device, too.
-        raw = [torch.empty(0, dtype=torch.uint8, device=self._group.device)]
-        raw += [piece.to(self._group.device) for piece in chain(*self._pieces)]
-        packed = torch.cat(raw)
-        # Free the pieces, which may be large, before the result is allocated.
-        raw.clear()
-        self._pieces.clear()
-        received = self._group.all_to_all(packed, self._lengths, self._sizes)
-        self._received = torch.split(received.to(device), self._sizes)
+def _outcome(group: Group, action: str, facts: Facts, error: Exception | None) -> Exception | None:
+    """Agree in one group, and return the error that this rank has to raise, if any."""
+    try:
+        group.agree(action, facts, error)
+    except ValueError as refused:
+        return refused
+    except Lost as lost:
+        # Not worth another try, unless another rank tries again too.
+        if not lost.closed:
+            return error or lost
+        raise
+    return error
 
 
 def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group:
@@ -496,18 +643,23 @@ def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group
     made_in, group = _groups.get((ranks, apart), (None, Group()))
     # A destroyed and re-initialised world needs new groups.
     if made_in is not world:
-        # With local synchronization, only the members of a smaller group call new_group().
-        smaller = ranks != world_ranks()
-        # In a world bound to devices, NCCL would split a smaller group off the world's, which waits
-        # for all ranks of the world.
-        splits = smaller and _bound_device() is not None
-        backend = "gloo" if splits or apart is not None else None
-        process_group = dist.new_group(
-            list(ranks), _timeout, backend, use_local_synchronization=smaller
-        )
-        group = RankGroup(ranks, process_group)
+        group = RankGroup(ranks, _connect(ranks, apart, _timeout), apart)
         _groups[ranks, apart] = world, group
     return group
+
+
+def _connect(ranks: tuple[int, ...], apart: str | None, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a new process group over these ranks. Collective over them."""
+    # With local synchronization, only the members of a smaller group call new_group().
+    smaller = ranks != world_ranks()
+    # In a world bound to devices, NCCL would split a smaller group off the world's, which waits for
+    # all ranks of the world.
+    splits = smaller and _bound_device() is not None
+    backend = "gloo" if splits or apart is not None else None
+    made: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout, backend, use_local_synchronization=smaller
+    )
+    return made
 
 
 def world_group(apart: str | None = None) -> Group:
@@ -516,7 +668,7 @@ def world_group(apart: str | None = None) -> Group:
 
 
 # Words in the backends' errors about ranks that do not answer: gloo has no error type for them.
-_LOST = "timed out|timeout|connect|socket|peer"
+_LOST = "timed out|timeout|connect|socket|peer|broken pipe"
 
 
 def _balance(replicas: Mapping[str, Replica]) -> int:
@@ -535,15 +687,6 @@ def signed(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _differing(digests: Sequence[Mapping[str, int]]) -> list[str]:
-    """Return the keys that are not equal on all ranks, in the order of messages."""
-    noted = [each.items() for each in digests]
-    differing = dict(set().union(*noted).difference(set(noted[0]).intersection(*noted)))
-    everywhere = set(differing).intersection(*digests)
-    # Last, facts that some rank has not added: usually a consequence of another difference.
-    return [*sorted(everywhere), *sorted(differing.keys() - everywhere)]
-
-
 def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict[str, list[int]]:
     """Return the replicas that differ from their first holder's, and the ranks where they do."""
     first: dict[str, int] = {}
@@ -554,100 +697,3 @@ def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict
             if first.setdefault(name, value) != value:
                 drifted.setdefault(name, []).append(rank)
     return drifted
-
-
-# Messages about ranks that fail or differ. Their length does not grow with the number of ranks.
-
-
-# Faults in a message; the rest are counted.
-_MOST_SHOWN = 3
-_LONGEST_ERROR = 1000
-_LONGEST_VALUE = 120
-
-
-def explain_errors(ranks: Sequence[int], action: str, errors: Sequence[str | None]) -> str:
-    """Return which ranks failed, and how: equal errors of several ranks once."""
-    by_text = _ranks_by(ranks, errors)
-    # Ranks without an error.
-    by_text.pop(None, None)
-    # Two errors or more share the length of one message.
-    room = _LONGEST_ERROR // min(len(by_text), 2)
-    texts = [*by_text.items()]
-    shown = [f"{ranks_text(at)}: {cut(text, room)}" for text, at in texts[:_MOST_SHOWN]]
-    if len(texts) > _MOST_SHOWN:
-        others = chain.from_iterable(at for _, at in texts[_MOST_SHOWN:])
-        shown.append(f"{ranks_text(sorted(others))}: other errors")
-    return f"{action} was refused on every rank, nothing was changed. " + " | ".join(shown)
-
-
-def explain_actions(ranks: Sequence[int], actions: Sequence[str]) -> str:
-    """Return the ranks that are about to do something else than the lowest one."""
-    (first, _), *others = _ranks_by(ranks, actions).items()
-    faults = []
-    for action, at in others[:_MOST_SHOWN]:
-        faults.append(f"{ranks_text(at)} at {action!r} while rank {ranks[0]} is at {first!r}")
-    return f"The ranks disagree at {first!r}, nothing was changed. " + "; ".join(faults)
-
-
-def explain_facts(
-    ranks: Sequence[int], action: str, keys: Sequence[str], values: Sequence[Mapping[str, Json]]
-) -> str:
-    """Return for each differing key both values, from where they differ, against the lowest rank's.
-
-    Args:
-        ranks: global ranks.
-        action: what they were about to do.
-        keys: the first ones that differ.
-        values: for each rank, its values of those.
-    """
-    shown = []
-    for key in keys:
-        differences = [_difference(key, theirs, values[0]) for theirs in values]
-        (_, *others) = _ranks_by(ranks, differences).items()
-        for (path, other, mine), at in others:
-            shown.append(f"{path} is {other} on {ranks_text(at)} and {mine} on rank {ranks[0]}")
-    faults = cut("; ".join(shown))
-    return f"The ranks disagree at {action!r}, nothing was changed. {faults}"
-
-
-def _ranks_by(ranks: Sequence[int], values: Sequence[Any]) -> dict[Any, list[int]]:
-    """Return the ranks that have each value, in the order of the values."""
-    found: dict[Any, list[int]] = {}
-    for rank, value in zip(ranks, values, strict=True):
-        found.setdefault(value, []).append(rank)
-    return found
-
-
-def _difference(key: str, ours: Json, theirs: Json) -> tuple[str, str, str]:
-    """Return the path to an entry of two mappings, or to its first inner entry that differs, and
-    both texts, from shortly before the first difference."""
-    one, other = ours.get(key, "nothing"), theirs.get(key, "nothing")
-    if {type(one), type(other)} == {dict}:
-        for inner in sorted({*one, *other}):
-            if str(one.get(inner)) != str(other.get(inner)):
-                path, first, second = _difference(inner, one, other)
-                return f"{key}: {path}", first, second
-    texts = [str(one), str(other)]
-    # A long common beginning is left out of both.
-    same = len(os.path.commonprefix(texts)) - 20  # noqa: RUF071  # of any texts
-    if same > 0:
-        texts = [f"...{text[same:]}" for text in texts]
-    return key, cut(texts[0], _LONGEST_VALUE + 3), cut(texts[1], _LONGEST_VALUE + 3)
-
-
-def cut(text: str, longest: int = _LONGEST_ERROR) -> str:
-    """Return the beginning of ``text``."""
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0-3, 7``, cut after a few."""
-    texts = []
-    # In a run of consecutive ranks, rank minus position is constant.
-    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
-        members = [rank for _, rank in run]
-        first, last = members[0], members[-1]
-        texts.append(f"{first}-{last}" if first < last else str(first))
-    if len(texts) > 8:
-        texts = [*texts[:8], f"... ({len(ranks)} in all)"]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

@@ -6,11 +6,14 @@ machines without torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["GuardCheck", "MaskChange", "SlotChange", "SlotUpdate", "StepRecord", "TableStats"]
 
 # The bucket of a score: its bits as float32, shifted right by this. The sign, the exponent and
 # three bits of the fraction remain: eight buckets an octave.
@@ -132,7 +135,7 @@ class SlotUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardCheck:
-    """One validation by :meth:`~dist_sparse.SparseTraining.guard`.
+    """One validation of a guarded training: see ``Advanced(guard=...)``.
 
     Args:
         step: of the schedule, counted from 0.
@@ -201,3 +204,12 @@ class TableStats:
     def sparsity(self) -> float:
         """Achieved: removed_blocks / blocks; 0 for an empty table."""
         return self.removed_blocks / max(1, self.blocks)
+
+
+def removed_share(tables: Iterable[TableStats]) -> float:
+    """Return the fraction of removed blocks, over all tables; 0 without blocks."""
+    blocks = removed = 0
+    for table in tables:
+        blocks += table.blocks
+        removed += table.removed_blocks
+    return removed / max(blocks, 1)

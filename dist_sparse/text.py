@@ -183,8 +183,9 @@ def short(value: float) -> str:
 
 
 def number_of(value: int, noun: str) -> str:
-    """Return ``1 table`` or ``1,200 tables``."""
-    return f"{count(value)} {noun if value == 1 else noun + 's'}"
+    """Return ``1 table``, ``1,200 tables`` or ``3 batches``."""
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{count(value)} {noun if value == 1 else plural}"
 
 
 def level_text(level: float | str) -> str:
@@ -229,7 +230,7 @@ Bar = Callable[[float], object]
 
 
 @contextmanager
-def progress(what: str, total: int, unit: str, *, shown: bool) -> Iterator[Bar]:
+def progress(what: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Bar]:
     """Yield a function that advances a progress bar. The bar is drawn on a terminal only, and if
     tqdm is installed."""
     if importlib.util.find_spec("tqdm") is None:

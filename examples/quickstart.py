@@ -12,7 +12,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse import export, load_served, sparsify
+import dist_sparse as ds
 
 logging.disable(logging.WARNING)  # TorchRec's notices about its own internals
 warnings.simplefilter("ignore", FutureWarning)
@@ -37,8 +37,6 @@ apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
 model = DistributedModelParallel(tables, device=torch.device("cpu"))
 optimizer = model.fused_optimizer
 
-sparse = sparsify(model, optimizer, level="untouched", end=99)
-
 for _ in range(100):
     ids = torch.cat([torch.randint(400, (64,)), torch.randint(200, (64,))])
     batch = KeyedJaggedTensor(
@@ -48,18 +46,16 @@ for _ in range(100):
     score = (vectors["user_id"] * vectors["item_id"]).sum(1)
     (score - 1).square().mean().backward()  # the fused optimizer updates the tables in here
     optimizer.step()
-    sparse.step()
 
-for table in sparse.sparsifier.table_stats():  # collective: every rank must call it
-    if dist.get_rank() == 0:
-        removed, rows = table.removed_blocks, table.blocks
-        print(f"{table.name} ({table.sharding}): {removed} of {rows} rows removed")
+removed = ds.remove_untouched(model)  # collective: every rank must call it
+if dist.get_rank() == 0:
+    print(removed)
 
 if dist.get_rank() == 0:
     shutil.rmtree("quickstart_served", ignore_errors=True)  # of an earlier run
-artifact = export(model, sparse, "quickstart_served", dtype="int4")  # collective, too
+artifact = ds.export(model, removed, "quickstart_served", dtype="int4")  # collective, too
 if dist.get_rank() == 0:
-    served = load_served(artifact)  # unsharded, in any process
+    served = ds.load_served(artifact)  # unsharded, in any process
     shapes = {name: tuple(rows.shape) for name, rows in served(batch).to_dict().items()}
     print("served:", shapes)
 dist.destroy_process_group()

@@ -37,7 +37,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse import Checkpoints, sparsify
+from dist_sparse import Advanced, Checkpoints, sparsify
 from dlrm.process import run_and_leave
 
 _STEPS, _SAMPLES, _ROWS = 100, 64, 2_000
@@ -99,7 +99,14 @@ def main(options: argparse.Namespace) -> None:
     """Train from the newest checkpoint, or from the start."""
     model, optimizer = build()
     sparse = sparsify(
-        model, optimizer, level=0.5, block="row", begin=20, end=80, every=10, min_rows=0
+        model,
+        optimizer,
+        level=0.5,
+        block="row",
+        begin=20,
+        end=80,
+        every=10,
+        advanced=Advanced(min_rows=0),
     )
     parts = {"model": model, "optimizer": optimizer, "sparse": sparse}
 

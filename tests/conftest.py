@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections import Counter
+import zlib
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests import seeds
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ["COLUMNS"] = "80"  # tables fit the terminal that tests are started from
-# Triton decides when it is imported; tests/device run its kernels on the CPU.
+# Triton decides when it is imported; tests/extras/device/simulated run its kernels on the CPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Only Linux has it, and not every container allows it.
 with contextlib.suppress(AttributeError, OSError):
@@ -31,25 +32,26 @@ with contextlib.suppress(AttributeError, OSError):
 pytest_plugins = ["tests.dist.plugin"]
 
 LONG = [
+    "dist/test_masks.py",
+    "extras/following/test_compact.py",
+    "extras/following/test_sharded.py",
+    "dist/test_remove_attacks.py",
     "dist/test_enforce.py",
     "examples/test_dlrm.py",
-    "dist/test_masks.py",
     "launch/test_signals.py",
     "test_sweep.py",
     "test_house.py",
     "launch/test_torchx.py",
     "launch/test_jobs.py",
     "docs/test_site.py",
-    "examples/test_optim_scheduler.py",
+    "docs/test_code_blocks.py",
+    "extras/optim/test_example.py",
     "dist/test_enforce_equals.py",
     "dist/test_plugin.py",
     "test_benchmarks.py",
     "dist/test_dead.py",
-    "enforcer/test_rows_triton.py",
-    "launch/test_files.py",
+    "extras/device/test_rows_triton.py",
     "cli/test_doctor.py",
-    "dist/test_sharded_tensors.py",
-    "docs/test_code_blocks.py",
     "examples/test_notebook.py",
     "test_memory.py",
 ]
@@ -57,25 +59,46 @@ LONG = [
 at the end."""
 
 
-QUICK = 4
-"""`make test` runs one in so many cases of a test on ranks, of a device or of the documentation, the
-first one included; `make test-slow` runs the others."""
+ON_RANKS, IN_PROCESS = 8, 3
+"""`make test` runs about one in this many cases of a test; `make test-slow` runs the others. A case on
+ranks takes a second or more, and most others a few hundredths."""
 
 
 # First: -m takes tests out in another of these hooks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    cases: Counter[str] = Counter()
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        costs = item.get_closest_marker("dist") or item.path.parent.name in ("device", "docs")
-        if costs and not item.get_closest_marker("slow"):
-            test = item.nodeid.split("[")[0]
-            if cases[test] % QUICK:
-                item.add_marker(pytest.mark.slow)
-            cases[test] += 1
+        if not (item.get_closest_marker("slow") or item.get_closest_marker("whole")):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for of_one_test in cases.values():
+        for item in rarely_run(of_one_test):
+            item.add_marker(pytest.mark.slow)
     names = [str(config.rootpath / "tests" / name) for name in LONG]
     order = {name: number for number, name in enumerate(names)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
+
+
+def rarely_run(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of one test that `make test` leaves out.
+
+    Every eighth case of a product of axes would always meet the same values of an axis whose length
+    has a divisor in common with 8. So cases are drawn by a hash of their names, and those that are
+    the first with a value of an axis are drawn before the others.
+    """
+    by_hash = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    seen: set[tuple[str, str]] = set()
+    first, others = [], []
+    for item in by_hash:
+        callspec = getattr(item, "callspec", None)  # a test without parameters has none
+        values = (
+            {(axis, repr(value)) for axis, value in callspec.params.items()} if callspec else seen
+        )
+        (first if values - seen else others).append(item)
+        seen |= values
+    share = ON_RANKS if cases[0].get_closest_marker("dist") else IN_PROCESS
+    runs = -(-len(cases) // share)
+    return (first + others)[runs:]
 
 
 def pytest_collection_finish() -> None:

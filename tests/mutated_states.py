@@ -30,6 +30,8 @@ Json = Any
 
 JUNK: tuple[Json, ...] = (
     *(None, True, False, -1, 0, 1, 2, 5, 10**9, 10**400, 0.5, 1.1, -0.0, math.nan, math.inf, 1e308),
+    # Numbers that no int64 holds.
+    *(10**20, 2**63, [1, 10**20], [10**20, 1]),
     *("", "x", "norm", "global", "0.5", [], [1], [1, 1], [[]], {}, {"a": 1}),
 )
 

@@ -9,18 +9,9 @@ import pytest
 import torch
 
 from dist_sparse import groups
-from dist_sparse.groups import (
-    Group,
-    Parcels,
-    RankGroup,
-    agreeing,
-    explain_actions,
-    explain_errors,
-    explain_facts,
-    group_over,
-    set_timeout,
-    traffic,
-)
+from dist_sparse.groups import Group, RankGroup, agreeing, group_over, set_timeout, traffic
+from dist_sparse.messages import explain_actions, explain_errors, explain_facts
+from dist_sparse.parcels import Parcels
 
 ALONE = Group()
 WORLD = range(512)

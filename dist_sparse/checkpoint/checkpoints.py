@@ -3,23 +3,26 @@ read, for any number of ranks.
 
 Order of a save: collect on all ranks, write tensors through DCP, hash the files, write the marker,
 delete old folders. Order of a resume: verify every byte, check that each entry has an owner, read
-masks, then weights and optimizer state. An error of one rank is raised on all ranks, before the
-marker is written or before anything is read.
+masks into copies and check all parts, then read weights and optimizer state in place, and replace
+everything else. An error of one rank is raised on all ranks, before the marker is written or before
+anything changes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import checks
@@ -33,8 +36,10 @@ from dist_sparse.checkpoint.state import (
     quiet,
     split,
 )
-from dist_sparse.enforcer.dense import Optimizers
 from dist_sparse.groups import Group, world_group, world_rank
+from dist_sparse.messages import cut
+from dist_sparse.optimizers import Optimizers
+from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.modules import check_module
 from dist_sparse.text import number_of, size, table_lines
 
@@ -136,7 +141,9 @@ class Checkpoints:
 
         Args:
             step: number of steps done: of ``pipeline.progress()``, which is the position in the
-                data, while the pipeline's reader is ahead of it.
+                data, while the pipeline's reader is ahead of it. The same on every rank: where
+                ``every`` is more than 1, a rank at whose step nothing is saved does not learn of
+                the others' save.
             model: plain, under DDP, or a DistributedModelParallel.
             optimizer: one of torch or TorchRec, or a list of them.
             sparse: a :class:`~dist_sparse.SparseTraining`, a sparsifier, or several objects by
@@ -150,7 +157,8 @@ class Checkpoints:
 
         Raises:
             ValueError, OSError: on every rank, with the ranks at fault. There is no new checkpoint;
-                the others are unchanged.
+                the others are unchanged. If ``every`` is more than 1, an invalid step is an error
+                of its rank alone.
         """
         if not self._due(step, force):
             return False
@@ -212,8 +220,9 @@ class Checkpoints:
 
         Raises:
             ValueError, OSError: on every rank: a file is damaged or missing, an entry has no owner
-                here, an owner no entry, or shapes differ. Nothing has changed, unless the disk
-                fails while tensors are read.
+                here, an owner no entry, shapes differ, or a part of ``sparse`` refuses its state.
+                Nothing has changed, unless the disk fails while weights are read, or the model's
+                own ``set_extra_state()`` fails after that.
         """
         self.wait()
         group = self._group()
@@ -227,10 +236,11 @@ class Checkpoints:
         return None if step is None else self._load(step, model, optimizer, sparse, merge)
 
     def _due(self, step: int, force: bool) -> bool:
-        # An invalid step counts as due: the agreement in _collected() refuses it on all ranks.
-        with contextlib.suppress(ValueError):
-            return force or checks.integer("step", step, least=0) % self.every == 0
-        return True
+        if force or self.every == 1:
+            # All ranks save: the agreement in _collected() refuses an invalid step on all of them.
+            return True
+        # Other ranks may have nothing to save, and would not come to an agreement.
+        return checks.integer("step", step, least=0) % self.every == 0
 
     def _group(self) -> Group:
         """The world as a group of its own: DCP may communicate in a thread beside the training."""
@@ -256,14 +266,13 @@ class Checkpoints:
             checks.integer("step", step, least=0)
             # A copy: save_async() writes it later.
             extra = as_json("extra", extra)
-            facts.update(step=step, root=self.root, extra=extra)
+            parts = _parts(sparse)
+            facts.update(step=step, root=self.root, extra=extra, sparse=list(parts))
             model = _inner(model)
             tensors, values = split({"model": model.state_dict()})
             optimizers = OptimizerState(optimizer, model)
             described = optimizers.described()
-            parts = _parts(sparse)
-        # This is collective in some shardings, so it can't be within an agreement.
-        states = _states(parts)
+        states = _states(parts, "save()", group)
         with group.agreeing("save()") as facts:
             masks, others = split(states)
             values |= others
@@ -271,6 +280,8 @@ class Checkpoints:
             tensors = {**tensors, **optimizers.tensors, **_rng(), **masks}
             if staged:
                 tensors = copied(tensors)
+                # Starts the thread, if there is none: the write must not fail to start on one rank.
+                self._thread.submit(int)
         return tensors, {"state": values, "extra": extra}, described
 
     def _write(self, step: int, tensors: Tensors, values: dict[str, Json], described: Json) -> None:
@@ -287,16 +298,16 @@ class Checkpoints:
             with group.agreeing("save()"):
                 if group.rank == 0:
                     folders.commit(step, group.size, files, values)
-        except (OSError, ValueError):
+        except Exception:
             # The error is raised on all ranks, so none is still writing.
             if group.rank == 0:
-                with contextlib.suppress(OSError):
-                    folders.delete(step)
+                with contextlib.suppress(OSError, ValueError):
+                    folders.discard(step)
             raise
         if group.rank == 0:
             try:
                 folders.sweep(self.keep)
-            except OSError as error:
+            except Exception as error:
                 # The new checkpoint is complete, and the next save sweeps again.
                 warnings.warn(f"Old checkpoints can't be deleted: {error}.", stacklevel=2)
 
@@ -307,7 +318,7 @@ class Checkpoints:
         from dist_sparse.checkpoint.storage import check_saved
 
         group, folders = self._group(), self._folders
-        with group.agreeing("resume_latest()"):
+        with group.agreeing("resume_latest()") as facts:
             marker = folders.read(step)
             # Each rank verifies a share of the files, dealt by size, and those that all ranks read.
             largest = sorted(marker.files, key=lambda name: (-marker.files[name][0], name))
@@ -317,8 +328,8 @@ class Checkpoints:
             model = _inner(model)
             tree = model.state_dict()
             parts = _parts(sparse)
-        # This is collective in some shardings, so it can't be within an agreement.
-        trees = _states(parts)
+            facts["sparse"] = list(parts)
+        trees = _states(parts, "resume_latest()", group)
         with group.agreeing("resume_latest()"):
             weights, held = split({"model": tree})
             masks, others = split(trees)
@@ -333,35 +344,59 @@ class Checkpoints:
             random = _rng() if marker.world == group.size else {}
             # A checkpoint from a machine without CUDA has no state of its generators.
             random = {key: random[key] for key in random.keys() & saved}
-            rest = {**weights, **states, **random}
-            tensors = {**masks, **rest}
+            # Some parts have live tensors in their states, which must not change before all parts
+            # are checked.
+            read = {**{key: _unshared(mask) for key, mask in masks.items()}, **random}
+            rest = {**weights, **states}
+            tensors = {**read, **rest}
             check_saved(metadata, tensors)
         # If there are fewer ranks than before, some generator states have no owner.
         keys = sorted(saved)
         claims = [key in tensors or key.startswith("rng.") for key in keys]
         counts = group.all_reduce(torch.tensor(claims, dtype=torch.int64)).tolist()
         _refuse_unclaimed([key for key, count in zip(keys, counts, strict=True) if count == 0])
-        # Masks are loaded first: if they do not fit, no weight has been read yet.
-        folders.load_tensors(step, metadata, masks, group.process_group)
-        for key, part in parts.items():
-            part.load_state_dict(filled(trees[key], key, values["state"]))
+        folders.load_tensors(step, metadata, read, group.process_group)
+        with group.agreeing("resume_latest()"):
+            found = {**values["state"], **read}
+            loads = {key: filled(trees[key], key, found) for key in parts}
+            # Tensors are read in place. load_state_dict() sets the model's Python values.
+            tree.update(filled(tree, "model", values["state"]))
+            generators = _generators(random)
+        commits = _prepared(parts, trees, loads, group)
         folders.load_tensors(step, metadata, rest, group.process_group)
-        # Tensors were read in place. load_state_dict() sets the model's Python values.
-        tree.update(filled(tree, "model", values["state"]))
-        model.load_state_dict(tree)
-        for change in changes:
-            change()
-        for key, state in random.items():
-            _RANDOM[key.split(".")[1]].set_rng_state(state)
-        # A rank reports merges only of the tables that it holds.
-        merged = sorted(set().union(*group.all_gather_json(merged)))
+        commits += [partial(model.load_state_dict, tree), *changes, *generators]
         return Resumed(
             step=step,
             extra=values["extra"],
             path=folders.path(step),
             rng=bool(random),
-            merged=tuple(merged),
+            merged=self._replace_parts(step, commits, merged),
         )
+
+    def _replace_parts(
+        self, step: int, commits: list[Callable[[], object]], merged: list[str]
+    ) -> tuple[str, ...]:
+        """Replace everything that is not read in place. Return the merged state over all ranks.
+        Collective."""
+        group = self._group()
+        error: Exception | None = None
+        text = ""
+        try:
+            for commit in commits:
+                commit()
+        except Exception as fault:
+            # Only the model's own code is left that can fail. The other ranks must learn of it.
+            error = fault
+            text = f"{type(error).__name__}: {cut(str(error))}"
+        # A rank reports merges only of the tables that it holds.
+        merges, errors = zip(*group.all_gather_json([merged, text]), strict=True)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+        if failed:
+            raise ValueError(
+                f"Loading {self._folders.path(step)} failed after its weights were read: the"
+                f" training is loaded in part. {' | '.join(failed)}"
+            ) from error
+        return tuple(sorted(set().union(*merges)))
 
 
 # The modules that have random generators, by the kind of device.
@@ -393,8 +428,47 @@ def _parts(sparse: Any) -> dict[str, Stateful]:
     return parts
 
 
-def _states(parts: Mapping[str, Stateful]) -> dict[str, object]:
-    return {key: part.state_dict() for key, part in parts.items()}
+def _states(parts: Mapping[str, Stateful], action: str, group: Group) -> dict[str, Any]:
+    """Return the states of parts, by key. Collective."""
+    states = {}
+    for key, part in parts.items():
+        # One agreement for each part: a state may be collective in some shardings, and a rank that
+        # has failed must not leave the others waiting in the next part's.
+        with group.agreeing(action):
+            states[key] = part.state_dict()
+    return states
+
+
+def _unshared(tensor: Tensor) -> Tensor:
+    """Return a tensor to load into, in place of one from a state, which keeps its values."""
+    detached = tensor.detach()
+    # It holds what is loaded beside what was saved: nothing need be copied.
+    return detached if isinstance(detached, ChunkedTensor) else detached.clone()
+
+
+def _prepared(
+    parts: Mapping[str, Stateful], before: Mapping[str, Any], loads: Mapping[str, Any], group: Group
+) -> list[Callable[[], object]]:
+    """Check the states of all parts on all ranks, and return the local functions that load them.
+    Collective.
+
+    Objects that can't check a state without loading it, such as learning rate schedulers, load it
+    here. If any part is refused, they get their state of before.
+
+    Raises:
+        ValueError: on every rank; nothing has changed.
+    """
+    commits = []
+    with contextlib.ExitStack() as restore:
+        for key, part in parts.items():
+            with group.agreeing("resume_latest()"):
+                if hasattr(part, "prepare_load"):
+                    commits.append(part.prepare_load(loads[key]))
+                else:
+                    restore.callback(_restore, part, copy.deepcopy(before[key]))
+                    part.load_state_dict(loads[key])
+        restore.pop_all()
+    return commits
 
 
 def _rng() -> Tensors:
@@ -406,6 +480,21 @@ def _rng() -> Tensors:
     return found
 
 
+def _generators(states: Tensors) -> list[Callable[[], object]]:
+    """Return the functions that set the generators of :func:`_rng`.
+
+    Raises:
+        RuntimeError, TypeError: a tensor is no state of a generator.
+    """
+    commits: list[Callable[[], object]] = []
+    for key, state in states.items():
+        kind = key.split(".")[1]
+        # Of a new one: it refuses what the generator in use would refuse later.
+        torch.Generator(kind).set_state(state)
+        commits.append(partial(_RANDOM[kind].set_rng_state, state))
+    return commits
+
+
 def _refuse_unclaimed(keys: list[str]) -> None:
     if keys:
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
@@ -413,6 +502,12 @@ def _refuse_unclaimed(keys: list[str]) -> None:
             f"{keys[0]!r}{more} of the checkpoint would be dropped: pass what was saved, with the"
             " same tables, layers and optimizers."
         )
+
+
+def _restore(part: Stateful, state: Any) -> None:
+    # An object that refuses its own state must not hide the error that all ranks raise.
+    with contextlib.suppress(Exception):
+        part.load_state_dict(state)
 
 
 def summary(path: str | os.PathLike[str]) -> str:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dist_sparse.checks import integer, number
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.modules import torchrec_port
 
@@ -248,16 +249,19 @@ class OptimizerState:
         for key in self._params.keys() & saved["values"].keys():
             values = saved["values"][key]
             # A parameter without state gets all saved values, others only the values they have.
-            names = values.keys() & (self._params[key].state or values).keys()
-            changes += [partial(self._put, key, name, values[name]) for name in names]
+            state = self._params[key].state
+            for name in values.keys() & (state or values).keys():
+                value = _typed(f"{name} of {key!r}", state.get(name), values[name])
+                changes.append(partial(self._put, key, name, value))
         options: dict[str, Json] = {}
         for values, keys in saved["groups"]:
             options |= dict.fromkeys(keys, values)
         for group, keys in self._groups:
-            first = self._common_options(group, keys, options)
-            changes += [partial(_set, group, name, value) for name, value in first.items()]
+            for name, saved_value in self._common_options(group, keys, options).items():
+                value = _typed(f"{name} of {keys[0]!r}", group.get(name), saved_value)
+                changes.append(partial(_set, group, name, value))
         # FBGEMM's kernel holds the step count; it is in no state.
-        steps = saved["fused_steps"]
+        steps = integer("fused_steps", saved["fused_steps"], least=0)
         for owner in self._fused:
             # zero_grad() gives the learning rate to the kernel.
             changes += [partial(owner.set_optimizer_step, steps), owner.zero_grad]
@@ -336,8 +340,8 @@ class OptimizerState:
                 continue
             # Torch keeps step counts on the CPU too, unless a kernel reads them.
             options = stepped.owner.param_groups[0]
-            reasons = (saved.size, options.get("capturable"), options.get("fused"))
-            device = param.device if any(reasons) else "cpu"
+            in_kernel = bool(options.get("capturable") or options.get("fused"))
+            device = param.device if saved.size or in_kernel else torch.device("cpu")
             fresh[path] = torch.zeros(saved.size, dtype=dtype, device=device)
         return fresh
 
@@ -388,14 +392,29 @@ def _alike(ours: Json, theirs: Json) -> bool:
     return bool(ours == theirs)
 
 
+def _typed(what: str, now: Any, value: Json) -> Any:
+    """Return a saved option or value, in the type that it has now.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    if isinstance(now, tuple):
+        if not isinstance(value, list):
+            raise ValueError(f"Invalid {what}={value!r}: must be a list.")
+        return tuple(value)
+    if isinstance(now, (Tensor, int, float)) and not isinstance(now, bool):
+        return number(what, value)
+    return value
+
+
 def _set(held: dict[str, Any], name: str, value: Any) -> None:
-    """Set an option or a value, in the type that it has now."""
+    """Set an option or a value of :func:`_typed`."""
     now = held.get(name)
     if isinstance(now, Tensor):
         # In place: a captured CUDA graph reads this very tensor.
         now.fill_(value)
     else:
-        held[name] = tuple(value) if isinstance(now, tuple) else value
+        held[name] = value
 
 
 def _plain(what: str, value: Any) -> Json:
@@ -446,8 +465,9 @@ def merging(
     if hasattr(state, "local_shards"):
         pieces = [(each.metadata.shard_offsets[0], each.tensor) for each in state.local_shards()]
     wants: list[tuple[tuple[int], tuple[int]]] = []
-    # Each piece has the columns that it shares with saved cuts, by the cut's place in ``wants``.
-    merges: list[tuple[Tensor, dict[int, int]]] = []
+    # Each piece, memory to merge it in, and the columns that it shares with saved cuts, by their
+    # place in ``wants``.
+    merges: list[tuple[Tensor, Tensor, dict[int, int]]] = []
     for offset, numbers in pieces:
         # A rank without a part of the table has an empty shard.
         if not numbers.numel():
@@ -455,22 +475,21 @@ def merging(
         # The state is cut after cut, each with ``rows`` numbers.
         cut, row = divmod(offset, rows)
         shares = {}
-        for number, (first, last) in enumerate(saved):
+        for place, (first, last) in enumerate(saved):
             columns = min(cuts[cut][1], last) - max(cuts[cut][0], first)
             if columns > 0:
                 shares[len(wants)] = columns
-                wants.append(((number * rows + row,), (numbers.numel(),)))
-        merges.append((numbers, shares))
+                wants.append(((place * rows + row,), (numbers.numel(),)))
+        merges.append((numbers, torch.zeros(numbers.shape, dtype=torch.float64), shares))
     # It has the shape of the saved state; this rank loads only the parts in ``wants``.
     target = ChunkedTensor([len(saved) * rows], state.dtype, (), wants)
 
     def merge() -> None:
         assert target.loaded is not None
-        for numbers, shares in merges:
+        for numbers, total, shares in merges:
             # Shares are added in ascending order of columns, so that replicas get the same bits.
-            total = torch.zeros(numbers.shape, dtype=torch.float64)
             for want, columns in shares.items():
-                total += columns * target.loaded[want].double()
-            numbers.copy_(total / sum(shares.values()))
+                total.add_(target.loaded[want], alpha=columns)
+            numbers.copy_(total.div_(sum(shares.values())))
 
     return target, merge

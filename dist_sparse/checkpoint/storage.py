@@ -6,6 +6,9 @@ moment it has its marker.
 left by a save that was killed or failed. No folder is renamed, because object stores can't, and
 none is written twice, because a mix of two saves would load.
 
+No link is followed: a step folder or a file that is one is refused by name, because a deletion or a
+write would reach what the link leads to. (The root itself may be a link: its user chose it.)
+
 One rank prepares, commits and sweeps. All ranks write and read tensors, through DCP:
 
 - Python values are JSON in a file of their own, so that no object is unpickled.
@@ -26,7 +29,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +44,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from dist_sparse.checks import hex_of, integer, refuse, refusing, sealed, sync_folder, unsealed
-from dist_sparse.groups import cut
+from dist_sparse.messages import cut
 from dist_sparse.tables.chunked import ChunkedTensor
 
 # The number of bytes of a file, and their CRC32.
@@ -105,7 +108,8 @@ class Folders:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         refuse({f"Invalid {root=}: must be a path.": not isinstance(root, (str, os.PathLike))})
-        given = os.fspath(root)
+        # An address of this machine is a path: files are flushed there, and links not followed.
+        given = os.fspath(root).removeprefix("file://").removeprefix("local://")
         # Pathlib makes one slash of two: the address would be a folder of this machine.
         is_path = re.match(r"[a-z][a-z0-9+]+:/(?!/)", given)
         invalid = f"Invalid root={given!r}: "
@@ -133,7 +137,11 @@ class Folders:
         return f"{self.root}/step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Return the committed steps in ascending order."""
+        """Return the committed steps in ascending order.
+
+        Raises:
+            ValueError: the folder of a step is a link, or a file.
+        """
         return [step for step in self._found() if self.files.exists(f"{self.path(step)}/{MARKER}")]
 
     def newest(self) -> int | None:
@@ -154,7 +162,7 @@ class Folders:
         """Prepare for a save: delete the folder that an unfinished save of the same step has left.
 
         Raises:
-            ValueError: the step or a later one is committed.
+            ValueError: the step or a later one is committed, or the folder of a step is a link.
         """
         # The first save creates the folder.
         self.files.mkdir(self.root)
@@ -170,8 +178,16 @@ class Folders:
         self, step: int, world: int, files: Mapping[str, Entry], values: Mapping[str, Any]
     ) -> None:
         """Write the values and then the marker, which lists them too, of a folder whose other files
-        are on disk."""
+        are on disk.
+
+        Raises:
+            ValueError: another save has committed the step.
+            OSError: the disk fails; then there is no marker.
+        """
         folder = self.path(step)
+        marker = f"{folder}/{MARKER}"
+        if self.files.exists(marker):
+            raise ValueError(f"{folder} is complete already: another save has committed it.")
         written = self._write(f"{folder}/{VALUES}", json.dumps(values, allow_nan=False))
         # Sync first: the marker must not reach the disk before the files that it lists.
         self._sync(folder)
@@ -180,9 +196,15 @@ class Folders:
             for name, (length, crc) in sorted({**files, VALUES: written}.items())
         }
         head = {"format": FORMAT, "version": VERSION, "step": int(step), "world": world}
-        self._write(f"{folder}/{MARKER}", sealed({**head, "files": entries}))
-        self._sync(folder)
-        self._sync(self.root)
+        try:
+            self._write(marker, sealed({**head, "files": entries}))
+            self._sync(folder)
+            self._sync(self.root)
+        except OSError:
+            # It may be in place and not on disk. The save fails, so there must be no checkpoint.
+            with suppress(OSError):
+                self.files.rm_file(marker)
+            raise
 
     def read(self, step: int) -> Marker:
         """Return the entries of the marker of a step.
@@ -256,7 +278,7 @@ class Folders:
         Raises:
             ValueError, OSError: on every rank, with the ranks at fault.
         """
-        writer = _Writer(self.path(step), self.files)
+        writer = Writer(self.path(step), self.files)
         # Keys are flat already.
         by = default_planner.DefaultSavePlanner(flatten_state_dict=False)
         with _errors_of_ranks(f"Saving to {self.path(step)}"):
@@ -287,7 +309,7 @@ class Folders:
         with _errors_of_ranks(f"Loading {self.path(step)}"):
             load(
                 dict(tensors),
-                storage_reader=_Reader(self.path(step), self.files, metadata),
+                storage_reader=Reader(self.path(step), self.files, metadata),
                 planner=default_planner.DefaultLoadPlanner(flatten_state_dict=False),
                 process_group=group,
                 no_dist=group is None,
@@ -328,11 +350,21 @@ class Folders:
         for step in sorted({*self._found()} - {*kept}):
             self.delete(step)
 
+    def discard(self, step: int) -> None:
+        """Delete what a failed save of a step has written; not if another save has committed the
+        step."""
+        if step not in self.steps():
+            self.delete(step)
+
     def delete(self, step: int) -> None:
         """Delete the folder of a step, its marker first, so that half of it is no checkpoint. None
-        is no error."""
+        is no error.
+
+        Raises:
+            ValueError: it is a link, or a file.
+        """
         folder = self.path(step)
-        if not self.files.exists(folder):
+        if not self._exists(step):
             return
         marker = f"{folder}/{MARKER}"
         if self.files.exists(marker):
@@ -348,7 +380,25 @@ class Folders:
         if not self.files.exists(self.root):
             return []
         steps = map(step_of, self.files.ls(self.root))
-        return sorted(step for step in steps if step is not None)
+        # A step without a folder is the number of another name, such as step-000000003.
+        return sorted({step for step in steps if step is not None and self._exists(step)})
+
+    def _exists(self, step: int) -> bool:
+        """Whether the folder of a step exists.
+
+        Raises:
+            ValueError: it is a link, or a file.
+        """
+        folder = self.path(step)
+        if not self.local:
+            return bool(self.files.exists(folder))
+        try:
+            mode = os.lstat(folder).st_mode
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISDIR(mode):
+            raise ValueError(f"{folder} is refused: it must be a folder, not a link.")
+        return True
 
     def _write(self, path: str, text: str) -> Entry:
         data, unfinished = text.encode(), f"{path}.tmp"
@@ -467,7 +517,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Reader(filesystem.FileSystemReader):
+class Reader(filesystem.FileSystemReader):
     """Reader of a checkpoint whose metadata has been read and checked."""
 
     def __init__(self, folder: str, files: Any, metadata: dcp.Metadata) -> None:
@@ -481,7 +531,7 @@ class _Reader(filesystem.FileSystemReader):
         return self._checked
 
 
-class _Writer(filesystem.FileSystemWriter):
+class Writer(filesystem.FileSystemWriter):
     """Writer that hashes each file once it is written. An error of a rank is raised by DCP on
     all."""
 

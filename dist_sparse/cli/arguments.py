@@ -11,16 +11,21 @@ import runpy
 import sys
 import traceback
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+from dist_sparse import checks
 
 
-class EntryError(ValueError):
-    """FUNCTION does not exist, has failed or returned a wrong type. The message is for users."""
+class UsageError(ValueError):
+    """The command line has to be changed. The message is for users."""
+
+
+class EntryError(UsageError):
+    """A function does not exist, has failed or returned a wrong type. The message leaves out which
+    argument named it."""
 
 
 def model_and_optimizer(entry: str) -> tuple[Any, Any]:
@@ -44,6 +49,28 @@ def model_and_optimizer(entry: str) -> tuple[Any, Any]:
         raise EntryError(f"returned {kind}; must return a torch.nn.Module, or (model, optimizer).")
     # `plan` ignores evaluate, so that it takes the functions of `frontier` too.
     return model, None if callable(second) else second
+
+
+def batches_of(entry: str | None) -> Iterable[Any] | None:
+    """Call the function that ``--batches`` names, without arguments; return its batches, or None if
+    it names none.
+
+    Args:
+        entry: as for :func:`model_and_optimizer`.
+
+    Raises:
+        UsageError: as :func:`model_and_optimizer` raises an EntryError.
+    """
+    if entry is None:
+        return None
+    try:
+        returned = _call_user_code(_import_function(entry))
+        if not isinstance(returned, Iterable):
+            raise EntryError(f"returned {type(returned).__name__}; must return batches.")
+    except EntryError as error:
+        # An EntryError is about FUNCTION.
+        raise UsageError(f"Invalid --batches={entry!r}: {error}") from error
+    return returned
 
 
 def model_and_evaluate(entry: str) -> tuple[Any, Any, Callable[[float], tuple[Any, Any]] | None]:
@@ -80,21 +107,16 @@ def _split(returned: Any) -> tuple[Any, Any]:
     return returned, None
 
 
-def parse_budget(text: str) -> int | str:
-    """Return ``512MiB`` or ``4096`` as bytes, ``10%`` unchanged.
+def parse_budget(text: str) -> float:
+    """Return :func:`~dist_sparse.checks.parse_budget` of a text.
 
     Raises:
-        ArgumentTypeError: not a size.
+        ArgumentTypeError: it is no budget.
     """
-    # `plan` resolves a share: the bytes of the model are not known yet.
-    if text.endswith("%"):
-        parse_share(text)
-        return text
-    if re.fullmatch(r"[1-9]\d?", text, re.ASCII):
-        raise ArgumentTypeError(f"No table fits in {text} bytes. Did you mean {text}%?")
-    rule = f"size {text!r}: must be a share such as 10%, or bytes such as 4096 or 512MiB"
-    match = _match(r"(\d{1,18}(?:\.\d+)?) ?(|[KMGT]iB)", text, rule)
-    return int(float(match[1]) * _UNITS[match[2]])
+    try:
+        return checks.parse_budget(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def parse_share(text: str) -> float:
@@ -103,6 +125,9 @@ def parse_share(text: str) -> float:
     Raises:
         ArgumentTypeError: not a percentage.
     """
+    # Refuses 1 to 99, and asks for the sign.
+    if re.fullmatch(r"\d{1,2}", text, re.ASCII):
+        parse_budget(text)
     rule = f"share {text!r}: must be a percentage such as 10%, at most 100%"
     return float(_match(r"(100|\d?\d(?:\.\d+)?) ?%", text, rule)[1]) / 100
 

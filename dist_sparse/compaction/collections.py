@@ -17,8 +17,15 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, UnknownLookups
+from dist_sparse.compaction.row_index import (
+    REMOVED,
+    UNKNOWN,
+    RowIndex,
+    UnknownLookups,
+    check_ids,
+)
 from dist_sparse.compaction.tables import CompactCollection
+from dist_sparse.tables.jagged import check_lengths
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.torchrec.collections import (
     EmbeddingBagCollection,
@@ -32,7 +39,9 @@ from dist_sparse.torchrec.collections import (
     PoolingType,
     configs_of,
     get_embedding_names_by_table,
+    is_sharded,
     table_configs,
+    uniform_bounds,
 )
 from dist_sparse.torchrec.kernels import select_jagged
 from dist_sparse.torchrec.port import reordered, row_shards
@@ -51,6 +60,8 @@ class CompactIds(nn.Module):
     It is a module of its own, so that ``TrainPipelineSparseDist(pipeline_postproc=True)`` runs it
     ahead, with the input distribution.
 
+    Floating weights of ids become float32, as in FBGEMM's kernels.
+
     Ids out of range are dropped too, also for tables that keep all rows: they read and train no
     row. Before that, FBGEMM's ``bounds_check_mode`` of the table applies, as without compaction: it
     raises a RuntimeError (FATAL), logs (WARNING) or ignores the id (IGNORE). Tables without a fused
@@ -66,6 +77,7 @@ class CompactIds(nn.Module):
             result.
         indexes: as given.
         collection: the compact collection, in a list.
+        feature_tables: the table of each feature, in the order of :meth:`ordered`.
     """
 
     def __init__(
@@ -79,11 +91,11 @@ class CompactIds(nn.Module):
         # In a list, because a module attribute would make the collection its own descendant.
         self.collection = [collection]
         self._features = [*chain.from_iterable(table.feature_names for table in tables)]
-        # The table of each feature.
-        self._tables = [table.name for table in tables for _ in table.feature_names]
+        self.feature_tables = [table.name for table in tables for _ in table.feature_names]
         self._rows = {table.name: table.num_embeddings for table in tables}
+        self._means = [each.name for each in table_configs(tables) if each.pooling == "mean"]
         self.indexes = nn.ModuleDict(indexes)
-        self._unknown = UnknownLookups(self._rows, self._tables)
+        self._unknown = UnknownLookups(self._rows, self.feature_tables)
         # Small tables first: more lookups for the same memory.
         small = sorted(indexes, key=self._rows.__getitem__)
         sums = list(accumulate(self._rows[name] for name in small))
@@ -93,7 +105,7 @@ class CompactIds(nn.Module):
     @property
     def unknown(self) -> dict[str, int]:
         """Lookups of each table that this rank has dropped because their ids were out of range."""
-        return dict(self._unknown.counts)
+        return self._unknown.tally.counts
 
     @property
     def nbytes(self) -> int:
@@ -106,9 +118,12 @@ class CompactIds(nn.Module):
         """Return the rows of the ids that have one, under the keys :attr:`names`.
 
         Raises:
+            ValueError: the batch is of a kind that compact collections do not look up as whole
+                tables do. Raised on the rank whose batch it is, before the input distribution.
             RuntimeError: an id is out of range, and its table raises then; names table, id and
                 rows.
         """
+        self._refuse_batch(features)
         ordered = self.ordered(features)
         rows = self.rows(ordered)
         # Ids out of range are rare: without any, the check costs one minimum. UNKNOWN < REMOVED.
@@ -116,18 +131,50 @@ class CompactIds(nn.Module):
             flags = rows == UNKNOWN
             self._report(self._unknown.add(ordered.values(), flags, ordered.length_per_key()))
         kept = rows >= 0
-        self._record_batch(features, ordered, kept)
+        self.record_batch(features, ordered, kept)
         # FBGEMM's operator filters ids and lengths in one pass.
         rows, lengths = select_jagged(rows, ordered.lengths(), kept)
         weights = ordered.weights_or_none()
+        if weights is not None:
+            weights = weights.masked_select(kept).float()
         return KeyedJaggedTensor(
             keys=self.names,
             values=rows.to(ordered.values().dtype),
-            weights=None if weights is None else weights.masked_select(kept),
+            weights=weights,
             lengths=lengths,
         )
 
-    def _record_batch(
+    def _refuse_batch(self, features: KeyedJaggedTensor) -> None:
+        """Raise ValueError for a batch that TorchRec looks up in a way of its own, or by
+        sharding."""
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+            raise ValueError(
+                "Batch sizes that differ between features, and inverse indices, are not supported"
+                " by compact collections: give all features one batch size, with the ids of each"
+                " sample, or train the masked model; expand() restores it."
+            )
+        ids, weights = features.values(), features.weights_or_none()
+        check_ids(ids)
+        # Ids behind the last bag are refused: TorchRec adds them to it in some shardings.
+        check_lengths(ids, features.lengths(), len(features.keys()))
+        if weights is not None:
+            self._refuse_weights(weights, ids)
+
+    def _refuse_weights(self, weights: Tensor, ids: Tensor) -> None:
+        if weights.shape != ids.shape or not weights.is_floating_point():
+            raise ValueError(
+                f"The KeyedJaggedTensor has weights, {weights.dtype} {tuple(weights.shape)}: must"
+                f" be floating, {tuple(ids.shape)}. TorchRec drops others or raises, by sharding."
+            )
+        # Unsharded collections that are not weighted ignore weights.
+        if self._means and is_sharded(self.collection[0].inner):
+            raise ValueError(
+                f"The KeyedJaggedTensor has weights, and the tables {self._means} are means, which"
+                " TorchRec divides by the sum of the weights if rows are cut, else by the number of"
+                " ids: leave the weights out, or use weighted sums."
+            )
+
+    def record_batch(
         self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
     ) -> None:
         """Record a translated batch; a hook for subclasses. ``kept`` tells which ids have a row, in
@@ -138,12 +185,8 @@ class CompactIds(nn.Module):
         tables share is there twice.
 
         Raises:
-            ValueError: a feature is missing, or batch sizes differ between features.
+            ValueError: a feature is missing.
         """
-        if features.variable_stride_per_key():
-            raise ValueError(
-                "Batch sizes that differ between features are not supported by compact collections."
-            )
         return reordered(features, self._features)
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
@@ -151,9 +194,10 @@ class CompactIds(nn.Module):
         :data:`~dist_sparse.compaction.row_index.REMOVED` for an id without a row,
         :data:`~dist_sparse.compaction.row_index.UNKNOWN` for an id out of range."""
         parts = torch.split(ordered.values(), ordered.length_per_key())
-        return torch.cat(list(map(self._rows_of, self._tables, parts)))
+        return torch.cat(list(map(self.rows_of, self.feature_tables, parts)))
 
-    def _rows_of(self, table: str, ids: Tensor) -> Tensor:
+    def rows_of(self, table: str, ids: Tensor) -> Tensor:
+        """Return the stored row of each id of a table, as :meth:`rows`; a hook for subclasses."""
         if table in self._mapped and ids.device.type == "cpu":
             try:
                 # On the CPU, index_select checks the range of every id: no pass for that here.
@@ -245,8 +289,8 @@ class IndexedCollection(CompactCollection):
         self.weighted = is_weighted
         # Not moved to ``device``: on the meta device the indexes would lose their values.
         self.ids = self.translation(tables, indexes, self)
-        # In a list, too, because pipelines replace the attribute ``ids``.
-        self._translation = [self.ids]
+        # Again, in a list, because pipelines replace the attribute ``ids``.
+        self.translations = [self.ids]
         stored = []
         for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True):
             index = indexes.get(table.name)
@@ -263,7 +307,7 @@ class IndexedCollection(CompactCollection):
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return the indexes of the tables that have removed rows."""
-        return self._translation[0].table_indexes()
+        return self.translations[0].table_indexes()
 
 
 class CompactEmbeddingBagCollection(IndexedCollection):
@@ -517,11 +561,11 @@ def initial_bounds(replaced: nn.Module, table: str) -> tuple[float, float]:
     Raises:
         ValueError: the table has another initializer.
     """
-    drawn = {config.name: config.init_fn for config in configs_of(replaced)}[table]
-    # TorchRec's configuration sets the default: a partial of uniform_ with its bounds.
-    if getattr(drawn, "func", None) is not nn.init.uniform_:
+    [config] = [config for config in configs_of(replaced) if config.name == table]
+    bounds = uniform_bounds(config)
+    if bounds is None:
         raise ValueError(
             f"Table {table!r} has an init_fn of its own: only rows of TorchRec's default"
             " initializer, which is uniform, can be drawn one by one."
         )
-    return drawn.keywords.get("a", 0.0), drawn.keywords.get("b", 1.0)
+    return bounds

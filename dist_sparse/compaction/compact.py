@@ -11,7 +11,7 @@ Both have three phases. All ranks must succeed in one part of a phase before any
    This can't be undone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from dist_sparse.checks import choice, integer, refuse
 from dist_sparse.compaction.moving import kept_rows
 from dist_sparse.compaction.replacing import Change, Planner, Site, rebuild_of, sites_of
-from dist_sparse.enforcer.dense import Optimizers
 from dist_sparse.enforcer.enforcer import MaskEnforcer, refuse_masked
 from dist_sparse.groups import world_group
-from dist_sparse.masking.masks import Held
-from dist_sparse.records import TableStats
-from dist_sparse.rotation.rotate import move_bases
+from dist_sparse.optimizers import Optimizers
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.shards import Block, ShardedData, narrow_width
+from dist_sparse.tables.bases import move_bases
+from dist_sparse.tables.shards import Block, Located, ShardedData, narrow_width
 from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
+
+# Gets a change for each module that loses rows or columns, with its uninitialized compact module as
+# `change.new`, which it may replace, and the masks. It may refuse: the model is unchanged.
+Conversion = Callable[[Sequence[Change], PackedStore], object]
 
 
 def compact(
@@ -38,7 +40,7 @@ def compact(
     optimizer: Optimizers | None = None,
     plan: Planner | None = None,
     removed: Literal["zero", "default_row"] = "zero",
-    follow: bool = False,
+    convert: Conversion | None = None,
 ) -> nn.Module:
     """Return ``model`` with tables that store only kept rows or columns. Collective: every rank of
     the world must call it.
@@ -50,6 +52,10 @@ def compact(
     and optimizer state of kept rows are moved bit for bit, with learning rates and step counts; all
     other parameters stay the same objects. The model's output does not change. It can be trained
     further, and sparsified and compacted again.
+
+    Compact collections refuse some batches that training accepts, on the rank whose batch it is:
+    batch sizes that differ between features, inverse indices, ids behind the last bag, weights that
+    are not floating, and weights of means, which TorchRec divides differently by sharding.
 
     ``model`` is consumed. A DistributedModelParallel is built again around the same module: use the
     returned one and its ``fused_optimizer``; the old one raises. ``sparse`` is detached, and its
@@ -74,17 +80,16 @@ def compact(
         removed: ``"zero"``: removed ids give zeros. ``"default_row"``: all removed ids of a table
             share one row, which is 0 at first, is trained as any other, and is served. Measure it
             on validation data: it helps with ids seen in training, and can harm with new ones.
-        follow: rows of collections become slots, held by the kept ids, which
-            :class:`~dist_sparse.FollowingTables` gives to the most looked-up ids from then on. It
-            continues from the lookups that the sparsifier has counted (``score="frequency"``).
-            Without them, and of tables that were compact before, it counts from 0.
+        convert: a function that makes other modules of the compact ones before the model has them:
+            :func:`~dist_sparse.extras.following.follow_kept_rows`. None keeps compact ones.
 
     Raises:
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a
             kind that can't be compacted. Or arguments differ between ranks, or any rank failed, out
             of memory for example. Raised on every rank; the model is unchanged.
         RuntimeError: a rank failed while old tables were released. Raised on every rank; no model
-            is left.
+            is left. A rank that fails inside DDP's constructor raises alone: the others wait for
+            the timeout of the model's process group.
 
     Example::
 
@@ -106,7 +111,8 @@ def compact(
     # groups of the tables, where ranks with different arguments would wait for each other.
     with world.agreeing("compact()") as facts:
         default_row = choice("removed", removed, ("zero", "default_row")) == "default_row"
-        refuse({f"Invalid follow={follow!r}: must be True or False.": follow not in (False, True)})
+        if convert is not None and not callable(convert):
+            raise ValueError(f"Invalid {convert=}: must be a function.")
         sparsifier = sparsifier_of(sparse)
         masks = sparsifier.masks
         plain = masks.plain.names
@@ -115,33 +121,30 @@ def compact(
             # An attached enforcer knows the optimizers.
             optimizer = getattr(masks.enforcer, "optimizers", None)
         rebuild = rebuild_of(model, "compact", optimizer, plan, world)
-        facts.update(rebuild.facts, removed=removed, follow=follow, tables=masks.tables.names)
+        facts.update(rebuild.facts, removed=removed, tables=masks.tables.names)
+        facts["convert"] = getattr(convert, "__name__", None)
         if isinstance(sparse, SparseTraining):
             # Not in detach() below: where warnings are errors, this raises before any change.
             sparse.warn_of_early_end()
-    with world.agreeing("compact(), counting rows"):
-        stats = {table.name: table for table in sparsifier.table_stats()}
-        kept = kept_rows(sparsifier)
+    with world.jointly("compact(), counting rows"):
+        located = masks.tables.current_for("compact()")
+        kept = kept_rows(sparsifier, located)
+        gone = _removed_blocks(masks.tables)
     with world.agreeing("compact()"):
         # Widths are rounded up to a multiple of 4, so removed columns may stay: they must be zeros.
         masks.hooks.settle()
-        losing = {name for name, table in stats.items() if table.removed_blocks}
+        losing = {name for name, blocks in gone.items() if blocks}
         refuse({"Nothing is removed yet, so there is nothing to compact.": not losing})
-        widths = _widths(sparsifier, stats, losing)
-        changes = _plan_changes(model, sparsifier, losing, widths, kept)
+        widths = _widths(sparsifier, located, gone)
+        changes = _plan_changes(model, sparsifier, located, losing, widths, kept)
         rebuild.refuse([change.site for change in changes], bool(widths), default_row)
-        if follow:
-            _refuse_to_follow(changes, default_row)
 
     # 2. Build. The old tables are still in place, so any failure leaves the model unchanged.
     with world.agreeing("compact(), building its tables"):
         for change in changes:
             change.new = change.site.compacted(change.kept, change.widths, model, default_row)
-            if follow:
-                # Not at the top: this module imports TorchRec.
-                from dist_sparse.compaction.following import follow_kept_rows
-
-                change.new = follow_kept_rows(change.new, _counted_shards(change, masks.tables))
+        if convert is not None:
+            convert(changes, masks.tables)
 
     def finish(root: nn.Module) -> None:
         # The hooks that rotate outputs back move to the narrower tables.
@@ -153,36 +156,21 @@ def compact(
     return rebuild.replace(changes, finish=finish)
 
 
-def _refuse_to_follow(changes: Iterable[Change], default_row: bool) -> None:
-    """Refuse tables whose rows can't become slots, or that FollowingTables would refuse."""
-    names = set[str]()
-    for change in changes:
-        site = change.site
-        shrinking = {table for table, kept in change.kept.items() if not kept.all()}
-        cant = f"{site.label} can't follow its traffic"
-        rules = {
-            f"{cant}: it is in no sharded collection of TorchRec.": not site.is_sharded,
-            f"{cant}: it loses columns.": change.widths,
-            f"{cant}: it would have a default row.": default_row,
-            f"{cant}: another table has its name.": names & shrinking,
-        }
-        refuse(rules)
-        names |= shrinking
-
-
-def _counted_shards(change: Change, store: PackedStore) -> dict[str, list[Held]]:
-    """Return the shards whose lookups count on this rank, by the table's name in the module.
-
-    Tables that were compact before are left out: their rows are not ids."""
-    whole = change.names.keys() - change.site.indexes().keys()
-    return {own: store.table(change.names[own]).leftmost for own in whole}
+def _removed_blocks(tables: PackedStore) -> dict[str, int]:
+    """Return how many blocks the masks remove over all ranks, by table. Collective."""
+    here = {name: [tables.table(name).removed_here] for name in tables.names}
+    return {name: blocks for name, [blocks] in tables.summed(here).items()}
 
 
 def _widths(
-    sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats], losing: set[str]
+    sparsifier: BaseDataSparsifier, located: Located, gone: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the remaining columns of the rotated tables among ``losing``: a multiple of 4, as
-    FBGEMM needs, or all."""
+    """Return the remaining columns of the rotated tables that lose some: a multiple of 4, as FBGEMM
+    needs, or all.
+
+    Args:
+        gone: removed blocks over all ranks, by table.
+    """
     widths: dict[str, int] = {}
     rotation, store = sparsifier.masks.rotation, sparsifier.masks.tables
     for group in getattr(rotation, "groups", ()):
@@ -190,16 +178,18 @@ def _widths(
         # columns. One table that has lost nothing makes its whole group keep all.
         most = 0
         for name in group:
-            kept = stats[name].blocks - stats[name].removed_blocks
-            most = max(most, kept * store.table(name).block[1])
-        width = narrow_width(most, store.find(group[0]).shape[1])
-        widths |= dict.fromkeys(losing.intersection(group), width)
+            block = store.table(name).block
+            kept = located[name].grid(block).blocks - gone[name]
+            most = max(most, kept * block[1])
+        width = narrow_width(most, located[group[0]].shape[1])
+        widths |= dict.fromkeys([name for name in group if gone[name]], width)
     return widths
 
 
 def _plan_changes(
     model: nn.Module,
     sparsifier: BaseDataSparsifier,
+    located: Located,
     losing: set[str],
     widths: dict[str, int],
     kept: Mapping[str, Tensor],
@@ -207,6 +197,7 @@ def _plan_changes(
     """Return a change for every module with a table in ``losing``.
 
     Args:
+        located: the registered tables as they are stored now.
         losing: registered names of tables with removed rows or columns.
         widths: remaining columns of rotated tables, by registered name.
         kept: which rows are kept, by registered name: bool ``(rows,)``.
@@ -215,7 +206,6 @@ def _plan_changes(
         ValueError: a mask removes parts of rows, or ``model`` does not have a table of ``losing``.
     """
     store = sparsifier.masks.tables
-    located = store.locate()
     for name in sorted(losing.difference(widths)):
         _refuse_partial_rows(located[name], store.table(name).block)
     # All modules of the models that tables were registered from. Names alone do not tell: another
@@ -237,14 +227,23 @@ def _plan_changes(
             rows[own] &= kept[name]
         changes.append(Change(site, rows, names, widths=_site_widths(site, names, widths)))
         missing.difference_update(names.values())
-    for group in getattr(sparsifier.masks.rotation, "groups", ()):
-        # A collection of one width may have parted the group.
-        left = {name: widths[name] for name in group if name in widths}
-        rule = f"Tables rotated together keep other columns each, {left}: give all one level."
-        refuse({rule: len(set(left.values())) > 1})
-    rule = f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
-    refuse({rule: missing})
+    _refuse_parted_groups(sparsifier, widths)
+    if missing:
+        raise ValueError(
+            f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
+        )
     return changes
+
+
+def _refuse_parted_groups(sparsifier: BaseDataSparsifier, widths: Mapping[str, int]) -> None:
+    """Refuse tables that are rotated together, but keep other columns each: a collection of one
+    width may have parted the group."""
+    for group in getattr(sparsifier.masks.rotation, "groups", ()):
+        left = {name: widths[name] for name in group if name in widths}
+        if len(set(left.values())) > 1:
+            raise ValueError(
+                f"Tables rotated together keep other columns each, {left}: give all one level."
+            )
 
 
 def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -> dict[str, int]:

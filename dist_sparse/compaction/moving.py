@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dist_sparse.enforcer.dense import initial_state, leaves, stepped_by
-from dist_sparse.groups import Group, Parcels, Read, group_over
+from dist_sparse.groups import Group, group_over, world_group
 from dist_sparse.masking.masks import pack, places_of, unpack
+from dist_sparse.optimizers import initial_state, leaves, stepped_by
+from dist_sparse.parcels import Parcels, Read
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_matrix
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.modules import collection_of, torchrec_port
+from dist_sparse.tables.modules import collection_of, torchrec_port, weight_name
 from dist_sparse.tables.shards import Located, Rect, Shard, ShardedData, not_empty, whole
 
 # Which rows are kept, and moving them
@@ -92,19 +93,43 @@ def gather_rows(
         rows.append(sum(rect.rows for _, rect in shards[rank]))
     # All messages of an all-gather have one length.
     most = max(rows)
-    # Without the agreement, a rank that runs out of memory here leaves the others waiting.
-    with group.agreeing("counting rows"):
+    with group.jointly("counting rows"):
         flagged = [flags(data, rect) for data, rect in shards[group.rank]]
         padding = torch.zeros(most - rows[group.rank], dtype=torch.bool)
         sent = pack(torch.cat([*flagged, padding]))
-    found = {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
-    for received, of_rank in zip(group.all_gather(sent), shards, strict=True):
-        rest = unpack(received, most)
-        for data, rect in of_rank:
-            # Shards of the same rows have other columns: a row is flagged if any of them flags it.
-            found[data.name][rect.row : rect.row_end] |= rest[: rect.rows]
-            rest = rest[rect.rows :]
+        found = {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
+        for received, of_rank in zip(group.all_gather(sent), shards, strict=True):
+            rest = unpack(received, most)
+            for data, rect in of_rank:
+                # Shards of the same rows have other columns: a row is flagged if any of them flags
+                # it.
+                found[data.name][rect.row : rect.row_end] |= rest[: rect.rows]
+                rest = rest[rect.rows :]
     return found
+
+
+def on_all_ranks(located: Located, flags: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return flags of the rows of tables, bool ``(rows,)`` on the CPU, on every rank: also of
+    tables of which it holds nothing. Collective over the world: one all-gather of one bit a row.
+
+    Args:
+        located: the tables.
+        flags: of the tables that this rank holds, such as :func:`gather_rows` returns.
+    """
+    world = world_group()
+    with world.agreeing("counting rows"):
+        by_rank: list[list[str]] = [[] for _ in range(world.size)]
+        for name, data in located.items():
+            by_rank[data.holders[0]].append(name)
+        mine = [pack(flags[name]) for name in by_rank[world.rank]]
+        packed = torch.cat([torch.empty(0, dtype=torch.uint8), *mine])
+    found = {}
+    for names, part in zip(by_rank, world.all_gather_parts(packed), strict=True):
+        for name in names:
+            rows = located[name].shape[0]
+            found[name] = unpack(part, rows)
+            part = part[-(-rows // 8) :]
+    return {name: found[name] for name in located}
 
 
 # Bytes of a chunk of kept rows of the whole width of the table. A chunk is at least one row.
@@ -407,8 +432,7 @@ class StoredTables:
         self.located: dict[str, ShardedData]
         self.parameters: Mapping[str, nn.Parameter]
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            # get_parameter(), because reading ``weight`` of a compact table raises.
-            weight = module.get_parameter("weight")
+            weight = module.get_parameter(weight_name(module))
             data = whole("weight", weight.data)
             # A table that has lost all rows has a shard too, by which its state is found.
             shard = Shard(Rect(0, 0, *weight.shape), weight.data)

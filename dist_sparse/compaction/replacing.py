@@ -35,13 +35,14 @@ from dist_sparse.compaction.tables import (
     padding_id_of,
 )
 from dist_sparse.groups import Group
-from dist_sparse.rotation.rotate import bases_of_outputs
+from dist_sparse.tables.bases import bases_of_outputs
 from dist_sparse.tables.modules import (
     check_module,
     collection_of,
     loaded_torchrec,
     modules_by_path,
     torchrec_port,
+    weight_name,
 )
 from dist_sparse.tables.protocols import Collection, Replacement
 
@@ -118,8 +119,7 @@ class EmbeddingSite(_Site):
 
     @property
     def _weight(self) -> nn.Parameter:
-        # get_parameter(), because reading ``weight`` of a compact table raises.
-        weight: nn.Parameter = self.module.get_parameter("weight")
+        weight: nn.Parameter = self.module.get_parameter(weight_name(self.module))
         return weight
 
     @property
@@ -316,7 +316,7 @@ def sites_of(model: nn.Module) -> Iterator[Site]:
                 yield CollectionSite(path, module, tables)
         elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             # The path of a model that is a table itself is empty.
-            yield EmbeddingSite(path, module, {"": f"{path}.weight".lstrip(".")})
+            yield EmbeddingSite(path, module, {"": f"{path}.{weight_name(module)}".lstrip(".")})
 
 
 # A module's parent, its name in the parent, and the module.
@@ -531,7 +531,7 @@ class Rebuild:
             result = self._wrapped(replaced.get(root, root), changes)
             stepped: list[Swapped] = []
             root = self._unwrapped(result)
-            with self._agreeing("moving rows"):
+            with self._world.jointly(f"{self._action}(), moving rows"):
                 for change in changes:
                     # By path: TorchRec has replaced the new collection by a sharded one.
                     stored = root.get_submodule(change.path)

@@ -10,6 +10,7 @@ reads one word and one count, in int32 arithmetic and pure torch: it runs in eag
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import integer, refuse
+from dist_sparse.checks import integer
 from dist_sparse.masking.masks import pack, unpack
 
 # Instead of a row: the id was removed.
@@ -36,8 +37,8 @@ def check_ids(ids: Tensor) -> None:
     Raises:
         ValueError: they are not int32 or int64.
     """
-    rule = f"Invalid ids of dtype {ids.dtype}: must be int32 or int64."
-    refuse({rule: ids.dtype not in (torch.int32, torch.int64)})
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"Invalid ids of dtype {ids.dtype}: must be int32 or int64.")
 
 
 def _num_words(rows: int) -> int:
@@ -205,6 +206,7 @@ class RowIndexes(nn.Module):
     words: Tensor
     counts: Tensor
     constants: Tensor
+    removed: Tensor
     of_features: Tensor
 
     def __init__(
@@ -240,8 +242,11 @@ class RowIndexes(nn.Module):
         self.register_buffer("words", torch.cat(words))
         self.register_buffer("counts", torch.cat(counts))
         self.register_buffer("constants", _constants(), persistent=False)
+        # REMOVED as a tensor, for the same reason as the constants.
+        self.register_buffer("removed", torch.tensor(REMOVED, dtype=torch.int32), persistent=False)
         # With a single feature and table, its last row is a constant: no gather by feature.
         self.only_last = of_tables[0][0] if len(features) == len(tables) == 1 else -1
+        self._removed_rows = [of_tables[table][2] for table in features]
         of_features = torch.tensor([of_tables[table] for table in features]).view(-1, 3)
         self.register_buffer("of_features", of_features.T.contiguous())
 
@@ -295,6 +300,63 @@ class RowIndexes(nn.Module):
         found = _rank(self.words, self.counts, inside, first, self.constants)
         return torch.where(dense, row, found)
 
+    def count_removed(self, rows: Tensor, sizes: list[int]) -> list[int]:
+        """Return how many ids of each feature were removed.
+
+        Args:
+            rows: ``(n,)``, as :meth:`forward` returned them, and :data:`UNKNOWN` for ids out of
+                range.
+            sizes: how many ids each feature has; they add up to n.
+        """
+        if not self.any_removed:
+            return [0] * len(sizes)
+        flags: list[Tensor] = []
+        if self.any_default:
+            parts = rows.split_with_sizes(sizes)
+            for part, removed_row in zip(parts, self._removed_rows, strict=True):
+                flags.append(part == removed_row)
+        elif len(sizes) == 1:
+            flags.append(rows == self.removed)
+        else:
+            flags += (rows == self.removed).split_with_sizes(sizes)
+        # Short lookups notice each call: item() and split_with_sizes() take half the time of
+        # int() and split().
+        return [int(part.count_nonzero().item()) for part in flags]
+
+
+class Tally:
+    """Numbers by name, to which any number of threads add.
+
+    Example::
+
+        >>> from dist_sparse.compaction.row_index import Tally
+        >>> lookups = Tally({"user": 0, "item": 0})
+        >>> lookups.add(["user", "item", "user"], [3, 1, 2])
+        >>> lookups.counts
+        {'user': 5, 'item': 1}
+    """
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = dict(counts)
+        # An addition reads and writes: without a lock, that of another thread in between is lost.
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[Tally], tuple[dict[str, int]]]:
+        # Locks can't be copied or pickled: a copy gets its own.
+        return Tally, (self.counts,)
+
+    def add(self, names: Sequence[str], numbers: Sequence[int]) -> None:
+        """Add a number to each name; names may repeat."""
+        with self._lock:
+            for name, number in zip(names, numbers, strict=True):
+                self._counts[name] += number
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """A copy of the numbers."""
+        with self._lock:
+            return dict(self._counts)
+
 
 class UnknownLookups:
     """Counts, by table, the lookups of ids that are out of range.
@@ -304,13 +366,13 @@ class UnknownLookups:
         features: for each feature, the name of its table.
 
     Attributes:
-        counts: lookups so far by table, 0 of tables that had none.
+        tally: lookups so far by table, 0 of tables that had none.
     """
 
     def __init__(self, rows: Mapping[str, int], features: Sequence[str]) -> None:
         self._rows = dict(rows)
         self._features = list(features)
-        self.counts = dict.fromkeys(rows, 0)
+        self.tally = Tally(dict.fromkeys(rows, 0))
 
     def add(self, ids: Tensor, unknown: Tensor, lengths: Sequence[int]) -> dict[str, str]:
         """Count the lookups of a batch. Return a description by table, for tables that have some:
@@ -333,7 +395,7 @@ class UnknownLookups:
         described = {}
         for table, some_ids in found.items():
             ids = torch.cat(some_ids)
-            self.counts[table] += len(ids)
+            self.tally.add([table], [len(ids)])
             described[table] = (
                 f"id {int(ids[0])} of table {table!r}, which has {self._rows[table]} rows"
                 f" ({len(ids)} such lookups in this batch)"

@@ -11,7 +11,6 @@ collections are recognized, and the generator of initial rows.
 
 import hashlib
 import math
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, check_ids
 from dist_sparse.tables.hashing import STEP, logical_shift, mix64
+from dist_sparse.tables.modules import weight_name
 from dist_sparse.tables.protocols import TableConfig
 from dist_sparse.tables.shards import Rect
 
@@ -73,60 +73,49 @@ class CompactCollection(nn.Module):
 
 
 class CompactTable(nn.Module):
-    """Weights of a compact table: by row number in the parameter, by id in :meth:`full_weight`.
+    """Weights of a compact table: by row number in the parameter :attr:`stored_weight`, by id in
+    :meth:`full_weight`.
 
     A model that reads ``table.weight`` means ids: with row numbers, top-k over all items returns
-    wrong items, and a softmax over all items trains on wrong labels. So reading it raises, except
-    in torch's own code.
+    wrong items, and a softmax over all items trains on wrong labels. So there is no ``weight``.
+
+    Attributes:
+        stored_weight: the parameter, ``(index.stored, embedding_dim)``: kept rows in ascending
+            order of their ids, then the default row if there is one.
     """
 
     index: RowIndex
     padding_id: int | None
+    stored_weight: nn.Parameter
 
     def _stand_in_for(self, table: nn.Embedding | nn.EmbeddingBag, index: RowIndex) -> None:
         """Take the same ids as ``table``, a whole or a compact one."""
-        self.stored_weight.requires_grad_(table.get_parameter("weight").requires_grad)
+        # The constructors of torch call it ``weight``.
+        self.register_parameter("stored_weight", self._parameters.pop("weight"))
+        self.stored_weight.requires_grad_(table.get_parameter(weight_name(table)).requires_grad)
         self.index = index
         # The number of ids, because models loop over it.
         self.num_embeddings = index.rows
         # In ids of the original table, unlike padding_idx, which is a row.
         self.padding_id = padding_id_of(table)
 
-    @property
-    def weight(self) -> nn.Parameter:
-        """The stored rows, for torch's own code.
-
-        Raises:
-            RuntimeError: any other code reads it.
-        """
-        # torch's own code reads parameters by name without computing with them: get_parameter(),
-        # checkpoints, load_state_dict(assign=True).
-        reader = sys._getframe(1).f_globals.get("__name__", "")
-        if reader.partition(".")[0] == "torch":
-            return self.stored_weight
-        raise RuntimeError(
-            f"weight of a {type(self).__name__} stores {self.index.stored} of {self.index.rows}"
-            " rows, so ids are not its row numbers. Read full_weight(), with a row for each id, or"
-            " stored_weight."
-        )
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "index" in self._modules:
+            raise AttributeError(
+                f"A {type(self).__name__} has no weight: it stores {self.index.stored} of"
+                f" {self.index.rows} rows, so ids are not its row numbers. Read full_weight(), with"
+                " a row for each id, or stored_weight."
+            )
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The constructor sets ``weight`` before there is an index. A later one ties it to a layer.
-        is_tied = name == "weight" and isinstance(value, nn.Parameter) and "index" in self._modules
-        if is_tied and len(value) != self.index.stored:
-            raise ValueError(
-                f"Invalid weight of {len(value)} rows: a {type(self).__name__} stores"
-                f" {self.index.stored} of {self.index.rows} rows, and can't share a weight with a"
-                " row for each id."
+        if name == "weight" and "index" in self._modules:
+            raise AttributeError(
+                f"Invalid weight: a {type(self).__name__} stores {self.index.stored} of"
+                f" {self.index.rows} rows, and can't share a weight with a row for each id."
             )
         super().__setattr__(name, value)
-
-    @property
-    def stored_weight(self) -> nn.Parameter:
-        """The parameter, ``(index.stored, embedding_dim)``: kept rows in ascending order of their
-        ids, then the default row if there is one."""
-        found: nn.Parameter = super().__getattr__("weight")  # type: ignore[assignment]
-        return found
 
     def full_weight(self) -> Tensor:
         """Return the weights by id: ``(index.rows, embedding_dim)``, of the dtype and on the device
@@ -154,7 +143,7 @@ class CompactTable(nn.Module):
         return zeros.index_copy(0, ids, weight.index_select(0, rows[ids]))
 
 
-class CompactEmbedding(CompactTable, nn.Embedding):  # type: ignore[misc]
+class CompactEmbedding(CompactTable, nn.Embedding):
     """An ``nn.Embedding`` of the kept rows of another one; removed ids give zero vectors, or the
     default row.
 
@@ -214,7 +203,7 @@ class CompactEmbedding(CompactTable, nn.Embedding):  # type: ignore[misc]
         return out.view(*input.shape, self.embedding_dim)
 
 
-class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
+class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):
     """An ``nn.EmbeddingBag`` (sum or mean) of the kept rows of another one; removed ids add nothing
     to a bag, or the default row.
 
@@ -253,13 +242,11 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
         Raises:
             IndexError: an id is out of the range of the original table; on CUDA a device-side
                 assertion.
-            ValueError: offsets are given for bags of one length, or missing for bags in one line.
+            ValueError: offsets are given for bags of one length, or missing for bags in one line;
+                they do not begin with 0, fall, or do not end with the number of ids (not checked on
+                CUDA, as in torch). Or the weights have another shape, or the mode is ``"mean"``.
         """
-        # A matrix has bags of one length, a vector those that offsets delimit.
-        if (input.dim(), offsets is None) not in ((2, True), (1, False)):
-            raise ValueError(
-                f"Invalid input of shape {tuple(input.shape)}: must be 2-D, or 1-D with offsets."
-            )
+        self._refuse_weights(input, per_sample_weights)
         ids, ends = input.reshape(-1), self._ends(input, offsets)
         rows = _rows(self.index, ids)
         # ``pooled``: all ids of bags except padding. ``kept``: the ids among them that have a row.
@@ -289,12 +276,55 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
 
     def _ends(self, input: Tensor, offsets: Tensor | None) -> Tensor:
         """Return where each bag begins among all ids, and where the last one ends:
-        ``(bags + 1,)``."""
-        if offsets is None:
+        ``(bags + 1,)``.
+
+        Raises:
+            ValueError: see :meth:`forward`.
+        """
+        # A matrix has bags of one length, and torch refuses the length 0.
+        if input.dim() == 2 and offsets is None and input.shape[1]:
             return torch.arange(len(input) + 1, device=input.device) * input.shape[1]
-        if self.include_last_offset:
-            return offsets
-        return torch.cat([offsets, offsets.new_tensor([input.numel()])])
+        if input.dim() != 1 or offsets is None:
+            raise ValueError(
+                f"Invalid input of shape {tuple(input.shape)}: must be 2-D with a column or more,"
+                " or 1-D with offsets."
+            )
+        if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"Invalid offsets, {offsets.dtype} {tuple(offsets.shape)}: must be int32 or int64,"
+                " 1-D."
+            )
+        ends = offsets
+        if not self.include_last_offset:
+            ends = torch.cat([offsets, offsets.new_tensor([input.numel()])])
+        # A device would have to be waited for.
+        if ends.is_cpu:
+            self._refuse_offsets(ends, input.numel())
+        return ends
+
+    def _refuse_offsets(self, ends: Tensor, count: int) -> None:
+        """Refuse offsets with which torch raises, or reads memory outside of the ids."""
+        if not len(ends):
+            raise ValueError("Invalid offsets: must be at least one, with include_last_offset.")
+        first, last = int(ends[0]), int(ends[-1])
+        # torch's kernels disagree about ids behind the last offset: some add them to the last bag.
+        if first != 0 or last != count or bool((ends.diff() < 0).any()):
+            raise ValueError(
+                f"Invalid offsets of {count} ids, from {first} to {last}: must begin with 0, never"
+                f" fall, and {'end with' if self.include_last_offset else 'be at most'} {count}."
+            )
+
+    def _refuse_weights(self, input: Tensor, weights: Tensor | None) -> None:
+        """Refuse weights that torch refuses."""
+        if weights is None:
+            return
+        if self.mode != "sum":
+            raise ValueError(f"Invalid per_sample_weights: mode={self.mode!r} takes none.")
+        if weights.shape != input.shape:
+            raise ValueError(
+                f"Invalid per_sample_weights of shape {tuple(weights.shape)}: must have the shape"
+                f" of the input, {tuple(input.shape)}."
+            )
 
 
 def _counted(flags: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ class Hook:
     """A hook that calls a function; a copy of it calls nothing.
 
     Raises:
-        RuntimeError: ``torch.export`` or the capture of a CUDA graph runs it: no graph can contain
-            it.
+        RuntimeError: ``torch.export``, ``torch.jit.trace`` or the capture of a CUDA graph runs it:
+            no graph can contain it.
         AttributeError: ``torch.jit.script`` asks for its ``__name__``.
     """
 
@@ -39,6 +39,8 @@ class Hook:
             return None
         if torch.compiler.is_exporting():
             raise RuntimeError(f"torch.export can't trace {_ATTACHED}")
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise RuntimeError(f"torch.jit.trace can't trace {_ATTACHED}")
         # A replay would run no hooks, and read masks at the addresses of the capture.
         cuda_runs = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if cuda_runs and torch.cuda.is_current_stream_capturing():

@@ -12,31 +12,35 @@ its own optimizers, so hooks are registered on the innermost ones.
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dist_sparse.checks import refuse
 from dist_sparse.enforcer import Clock, Hook, Hooks, timed
 from dist_sparse.enforcer.rows import SampledLookups, zero_rows
 from dist_sparse.masking.masks import BlockMask, Held, removed_parts
+from dist_sparse.optimizers import (
+    Known,
+    State,
+    leaves,
+    local,
+    plain_records,
+    same_storage,
+    state_of,
+    stepped_by,
+    sums_of,
+    torchrec_parts,
+)
 from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.modules import torchrec_port
-from dist_sparse.tables.shards import Rect, memory_of
-
-# A live view of optimizer state, and the initial value of its elements.
-State = tuple[Tensor, float]
+from dist_sparse.tables.shards import Rect
 
 
 class Place(NamedTuple):
@@ -83,42 +87,6 @@ class WeightState(NamedTuple):
                 state.data.fill_(initial)
 
 
-Optimizers = Optimizer | Sequence[Optimizer]
-"""One optimizer of torch or TorchRec, or several."""
-
-
-def leaves(optimizer: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers inside ``optimizer``, or inside several, that step parameters
-    themselves: not TorchRec's fused ones, whose tables are updated inside the backward.
-
-    Raises:
-        ValueError: ``optimizer``, or a part of it, is no optimizer.
-    """
-    inside = torchrec_parts(optimizer)
-    if isinstance(optimizer, (list, tuple)):
-        inside = list(optimizer)
-    elif hasattr(optimizer, "_optimizer") and inside is None:
-        # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
-        inside = [optimizer._optimizer]
-    if inside is not None:
-        yield from chain(*map(leaves, inside))
-    # Set by the constructor of torch's optimizers: without it, no hook can be registered.
-    elif hasattr(optimizer, "_optimizer_step_post_hooks"):
-        yield optimizer
-    else:
-        raise ValueError(
-            f"Invalid optimizer of type {type(optimizer).__name__}: must be an initialized"
-            " torch.optim.Optimizer, or have one in its attribute _optimizer."
-        )
-
-
-def torchrec_parts(optimizer: object) -> list[Any] | None:
-    """Return the optimizers inside one of TorchRec's: none in a fused one. None for any other
-    optimizer, wrappers too."""
-    torchrec = torchrec_port()
-    return None if torchrec is None else torchrec.parts(optimizer)
-
-
 def keeps_elements(optimizer: Optimizer) -> bool:
     """Return whether an optimizer keeps, or will keep, one value per element of a weight. SGD
     without momentum keeps nothing, and row-wise optimizers keep one value per row."""
@@ -147,77 +115,6 @@ def step_rows(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
         SGD: not keeps_elements(optimizer),
     }
     return grad._indices()[0] if writes_no_others.get(type(optimizer)) else None
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return a tensor, or the local tensor of a DTensor."""
-    # Not by to_local(), which returns a new tensor with an autograd node.
-    inner: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return inner
-
-
-def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
-    """Return a function that lists the indices of the ``tensors`` that share memory with a given
-    tensor.
-
-    By memory: views and ``.data`` of a parameter are objects of their own.
-    """
-    # First by storage, which holds one tensor in most cases.
-    known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for i, tensor in enumerate(map(local, tensors)):
-        known[tensor.untyped_storage().data_ptr()].append((i, *memory_of(tensor)))
-
-    def find(tensor: Tensor) -> list[int]:
-        held = known.get(tensor.untyped_storage().data_ptr(), ())
-        # An empty tensor ends where it begins.
-        first, end = memory_of(tensor)
-        return [i for i, start, behind in held if max(first, start) < min(end, behind)]
-
-    return find
-
-
-# State whose initial value is not 0, with the option that sets it: "sum" in Adagrad and row-wise
-# Adagrad, "step_size" in Rprop.
-_INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
-
-
-def state_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> dict[str, State]:
-    """Return the optimizer's state by name for ``weight``: contiguous elements of ``parameter``,
-    or all of them, perhaps in another shape."""
-    found = {}
-    here = local(parameter)
-    first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
-    last = first + weight.numel()
-    width = math.prod(here.shape[1:])
-    for name, value in optimizer.state.get(parameter, {}).items():
-        if not isinstance(value, Tensor):
-            continue
-        state = local(value)
-        # As the state holds it: a float32 sum that began at 0.1 differs from the float64 option.
-        initial = torch.tensor(initial_state(optimizer, parameter, name), dtype=state.dtype).item()
-        # State of other shapes, such as a step count, belongs to no element and no row.
-        if state.shape == here.shape and state.is_contiguous():
-            found[name] = state.view(-1)[first:last].view_as(weight), initial
-        elif here.shape[:1] == (state.numel(),):
-            # One value per row.
-            found[name] = state.view(-1)[first // width : last // width], initial
-    return found
-
-
-def sums_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> State | None:
-    """Return Adagrad's sums of squared gradients of ``weight``, a part of ``parameter``; None for
-    another optimizer."""
-    is_adagrad = "initial_accumulator_value" in optimizer.defaults
-    return state_of(optimizer, parameter, weight).get("sum") if is_adagrad else None
-
-
-def initial_state(optimizer: Optimizer, parameter: Tensor, name: str) -> float:
-    """Return the initial value of a parameter's state, by the options of its group."""
-    # By identity: == of tensors compares elements.
-    group = next(
-        group for group in optimizer.param_groups if id(parameter) in map(id, group["params"])
-    )
-    return float(group.get(_INITIAL.get(name, ""), 0.0))
 
 
 class Holder(NamedTuple):
@@ -369,6 +266,13 @@ class PlainTarget(Target):
         self.weight.data.masked_fill_(self.store.mask(self.name) == 0, 0)
 
 
+# The end of errors about a table that a planner has replicated, as it does with small ones.
+REPLICATED = (
+    "The table is data-parallel (replicated on all ranks), and model.fused_optimizer does not step"
+    " it: pass its dense optimizer too, as in sparsify(model, [model.fused_optimizer,"
+    " dense_optimizer])."
+)
+
 # Targets that an optimizer steps, each with the optimizer's parameter.
 _Pairs = list[tuple[Target, Tensor]]
 
@@ -404,8 +308,11 @@ class DenseWeights:
         self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[_Pairs, int]]
         self._stepped = weakref.WeakKeyDictionary()
 
-    def check_stepped(self) -> None:
+    def check_stepped(self, shardings: Mapping[str, str]) -> None:
         """Refuse weights that something other than torch's optimizers may write.
+
+        Args:
+            shardings: TorchRec's sharding types, by table.
 
         Raises:
             ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an
@@ -415,17 +322,20 @@ class DenseWeights:
         for target in self.targets:
             if stepped(target.weight):
                 continue
-            refuse(
-                {
+            if target.holder.parameter.requires_grad:
+                way = "Pass all optimizers that step the model, or leave the table out by exclude=."
+                if shardings.get(target.name) == "data_parallel":
+                    way = REPLICATED
+                raise ValueError(
                     f"No optimizer given steps {target.name!r}, which requires a gradient: removed"
-                    " weights would come back. Pass all optimizers, or freeze it.": (
-                        target.holder.parameter.requires_grad
-                    ),
+                    f" weights would come back. {way}"
+                )
+            if not target.writers_known:
+                raise ValueError(
                     f"Can't tell what writes {target.name!r}: it is no parameter, and no optimizer"
                     " given steps it. Register its model by add_model(), or call squash_mask()"
-                    " first.": not target.writers_known,
-                }
-            )
+                    " first."
+                )
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -498,6 +408,11 @@ class DenseWeights:
                 weight = target.weight
                 yield WeightState(target.name, weight, target.mask(), states, sums, by_element)
 
+    def records(self) -> dict[int, Known]:
+        """Return the record of each target that an optimizer steps, by the address of the
+        weights."""
+        return plain_records(self._stepped, [target.weight for target in self.targets])
+
     def find_targets(self, optimizer: Optimizer) -> _Pairs:
         """Return the targets that an optimizer steps, each with the optimizer's parameter. Attach
         hooks to it at the first call."""
@@ -539,11 +454,6 @@ class DenseWeights:
             # Torch's optimizers do not write a parameter without a gradient.
             if target.dirty or parameter.grad is not None:
                 target.clean(step_rows(optimizer, parameter))
-
-
-def stepped_by(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer."""
-    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
 # All instances with attached hooks. Weak: the hooks on modules and optimizers keep them alive.

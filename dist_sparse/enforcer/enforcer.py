@@ -26,24 +26,18 @@ from dist_sparse.enforcer import Clock, Hook, Hooks, Wrapped, timed
 from dist_sparse.enforcer.dense import (
     DenseWeights,
     Place,
-    State,
     WeightState,
     model_of,
     packed_targets,
     plain_targets,
-    same_storage,
 )
-from dist_sparse.enforcer.fused import (
-    TableBatchHooks,
-    batches_of,
-    collections_of,
-    lookups_of,
-)
-from dist_sparse.groups import cut
+from dist_sparse.enforcer.fused import TableBatchHooks, lookups_of
 from dist_sparse.masking.kept_scores import Written
+from dist_sparse.messages import cut
+from dist_sparse.optimizers import Known, State, same_storage
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.masks import Enforcer
-from dist_sparse.tables.modules import torchrec_port
+from dist_sparse.tables.modules import batches_of, collections_of, torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
 
@@ -253,6 +247,14 @@ class MaskEnforcer(Enforcer):
         address of the weights; see :class:`~dist_sparse.ImportanceSparsifier`."""
         return {each.weight.data_ptr(): each.sums for each in self._states() if each.sums}
 
+    def records(self) -> dict[int, Known]:
+        """Return which rows of each registered weight a gradient has reached, or why that is
+        unknown, by the address of the weights; see :func:`~dist_sparse.optimizers.records`."""
+        found: dict[int, Known] = {}
+        for part in self._parts():
+            found.update(part.records())
+        return found
+
     def states(self) -> dict[int, list[Tensor]]:
         """Return all state that optimizers keep of registered weights, live, by the address of the
         weights: with an element for each weight, or for each row, or step counts."""
@@ -421,7 +423,7 @@ class MaskEnforcer(Enforcer):
         dense = DenseWeights(targets, self.optimizers, self.clock, self._before_read)
         if check:
             _check_not_compiled(walked.paths, [*collections, *dense.owners])
-            dense.check_stepped()
+            dense.check_stepped({name: data.sharding for name, data in walked.located.items()})
             shards = [(place.name, weight) for place, weight in walked.shards.items()]
             refuse_masked([*shards, *dense.weights()], but=self)
         # Only now: if something above is refused, the old hooks are still in place.
@@ -524,9 +526,8 @@ class MaskEnforcer(Enforcer):
         return done
 
     def _after_load(self, *_: Any) -> None:
-        if self._sparsifier.masks.undo is not None:
-            # It holds values of the weights before the load.
-            self._sparsifier.masks.undo.forget()
+        # It holds values of the weights before the load.
+        self._sparsifier.masks.forget_update()
         self._loaded = True
         # Masks may be loaded after weights: nothing is zeroed before the next read.
         for batch in self._batches:

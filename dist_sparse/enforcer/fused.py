@@ -22,7 +22,7 @@ TorchRec and FBGEMM are behind :class:`~dist_sparse.tables.protocols.TableBatch`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.enforcer import Clock, Hook, Hooks, timed
-from dist_sparse.enforcer.dense import Place, State, WeightState
+from dist_sparse.enforcer.dense import Place, WeightState
 from dist_sparse.enforcer.rows import (
     CountedLookups,
     Ends,
@@ -48,8 +48,9 @@ from dist_sparse.enforcer.rows import (
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import Held
 from dist_sparse.masking.scores import worth_keeping
+from dist_sparse.optimizers import Known, State, fused_records
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.tables.modules import collection_of, loaded_torchrec, torchrec_port
+from dist_sparse.tables.modules import collection_of, loaded_torchrec
 from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import CACHED
 
@@ -139,10 +140,12 @@ class TableBatchHooks:
         self._batch = batch
         self._sparsifier = sparsifier
         self._store = sparsifier.masks.tables
+        # Lookups whose backward has not run yet.
+        self._pending = batch.pending
         # Where the store has the masks of registered tables.
         self._places: Mapping[int, Place] = {}
         # The weights and masks of registered tables, as _read_masks() found them, and what
-        # identifies that state: _masks_key(), then the addresses of the weights.
+        # identifies that state: a key of the masks, then the addresses of the weights.
         self._masked: dict[int, MaskedShard] = {}
         self._masked_key: tuple[Any, ...] = ()
         # Torch's counts of writes when unseen ones were last marked dirty.
@@ -163,12 +166,14 @@ class TableBatchHooks:
         self._features = batch.features
         self._order = StreamOrder(device)
         # The two ways to mask: by ids and by zeroing. _assign_tables() sets their tables.
-        self._kept_ids = KeptIds({}, self._features)
+        self._kept_ids: KeptIds | None = None
         self._zeroed = ZeroedRows(self._features, device)
         # Whether the kernel's next call is to give ids of removed rows the weight 0.
         self._weighs_next = False
-        self._counted = CountedLookups(self._features)
+        self._counted: CountedLookups | None = None
         self._sampled = SampledLookups(self._features)
+        # Ids that were merged before the lookup are no sample of the traffic.
+        self._sees_lookups = not collection_of(collection).merges_ids
         # For each reader, such as "scores", the rows written since it last cleared its record.
         self._records: dict[str, dict[int, RowFlags]] = {}
         self._siblings = _hooks_of.setdefault(self.module, WeakSet())
@@ -186,7 +191,7 @@ class TableBatchHooks:
         )
         if self._pooled:
             weigh = Hook(self._weigh_ids)
-            restore = Hook(lambda *_: self._batch.restore_pooling())
+            restore = Hook(self._batch.restore_pooling)
             self._hooks.add(
                 self._batch.kernel.register_forward_pre_hook(weigh, with_kwargs=True),
                 self._batch.kernel.register_forward_hook(restore, always_call=True),
@@ -273,6 +278,10 @@ class TableBatchHooks:
             by_element = any(state.shape == shard.weight.shape for state, _ in states)
             yield WeightState(self._places[table].name, *shard, states, sums, by_element)
 
+    def records(self) -> dict[int, Known]:
+        """Return the record of each shard, by the address of the weights."""
+        return fused_records(self._batch)
+
     def _begin_write(self) -> None:
         """Wait for lookups on other streams, then bring masks and weights up to date."""
         self._order.before_write()
@@ -283,17 +292,17 @@ class TableBatchHooks:
     def _count_writes(self) -> dict[int, int]:
         """Return torch's count of writes by the address of the weights. Torch counts all writes
         except through ``.data`` and in FBGEMM's backward, before which a hook runs."""
-        return {weight.data_ptr(): weight._version for weight in self._batch.storage()}
-
-    def _masks_key(self) -> tuple[int, bool]:
-        """Return a key that changes with the masks and with their use."""
-        return self._store.version, self._sparsifier.trains_removed
+        writes = {}
+        for weight in self._batch.storage():
+            writes[weight.data_ptr()] = weight._version
+        return writes
 
     def _refresh(self) -> None:
         """Read masks and weights again if either was replaced. Mark all rows as dirty if weights
         were written outside of a backward."""
         writes = self._count_writes()
-        key = self._masks_key(), tuple(writes)
+        # The first part changes with the masks and with their use.
+        key = (self._store.version, self._sparsifier.trains_removed), tuple(writes)
         if key != self._masked_key:
             # A validation in inference mode may be the first to see new masks: what is made for
             # them must not be inference tensors, which a backward can't write.
@@ -310,13 +319,17 @@ class TableBatchHooks:
         before, self._masked = self._masked, {}
         held: dict[int, Held] = {}
         for table, (name, number) in self._places.items():
+            if name not in self._store:
+                # Squashed since the lookup whose backward this is: nothing is masked any more.
+                continue
             held[table] = self._store.table(name).shards[number]
             self._masked[table] = MaskedShard(views[table].data, held[table].mask)
         # The mask update has zeroed newly removed rows: their scores have changed.
         for record in chain(*(hooks._records.values() for hooks in self._siblings)):
             add_pruned(record, before, self._masked)
-        self._counted.use(held)
-        self._sampled.use(held)
+        counts = {table: shard.counts for table, shard in held.items() if shard.counts.numel()}
+        self._counted = CountedLookups(counts, self._features) if counts else None
+        self._sampled.use(held if self._sees_lookups else {})
         self._assign_tables()
 
     def _assign_tables(self) -> None:
@@ -344,7 +357,7 @@ class TableBatchHooks:
         # A table that loses no rows needs no filter.
         filtered = self._zeroed.removing.keys() & by_ids
         kept_rows = {table: ~self._masked[table].mask.dead_rows() for table in filtered}
-        self._kept_ids = KeptIds(kept_rows, self._features)
+        self._kept_ids = KeptIds(kept_rows, self._features) if kept_rows else None
 
     def _refuse_cached(self, stay_zero: set[int]) -> None:
         """Refuse cached tables whose removed rows do not stay zero by themselves.
@@ -366,6 +379,7 @@ class TableBatchHooks:
         self._order.before_read()
         self._refresh()
         requested = passed = args[0]
+        self._refuse_loose_ids(requested)
         if self._drops_ids and self._kept_ids:
             passed = self._kept_ids.select(requested)
         # The weight 0 keeps gradients from removed rows. Without a backward, a lookup may read
@@ -382,6 +396,24 @@ class TableBatchHooks:
                 self._zeroed.clean_read(*_local_ids(passed))
         self._last_features = requested, passed
         return passed, *args[1:]
+
+    def _refuse_loose_ids(self, features: Any) -> None:
+        """Refuse ids that are in no bag, and bags without ids. FBGEMM reads and trains such ids in
+        the last bag, and its operator that drops ids reads memory outside of them. Not on a device,
+        where the host would wait.
+
+        Raises:
+            ValueError: names tables and numbers of ids.
+        """
+        ids, lengths = features.values(), features.lengths()
+        if not ids.is_cpu:
+            return
+        in_bags = features.offset_per_key()[-1]
+        if in_bags != ids.numel() or bool((lengths < 0).any()):
+            raise ValueError(
+                f"Tables {list(self._batch.tables)}: a lookup has {ids.numel()} ids, and bags of"
+                f" {in_bags}: lengths must add up to the number of ids, and none may be negative."
+            )
 
     def _weigh_ids(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
         """Give ids of removed rows the weight 0, unless they were dropped. A forward pre-hook of
@@ -403,7 +435,7 @@ class TableBatchHooks:
             # The masks that this lookup used; none if another hook has replaced the ids.
             masks_key=self._masked_key[0] if passed is args[0] else (),
         )
-        self._batch.pending.add(lookup)
+        self._pending.add(lookup)
         before_update = partial(self._before_update, lookup)
         output.register_hook(before_update)  # type: ignore[no-untyped-call]
 
@@ -411,7 +443,7 @@ class TableBatchHooks:
     def _before_update(self, lookup: _PendingLookup, grad: Tensor) -> Tensor | None:
         """Record a lookup in its backward, just before the fused optimizer writes the rows; return
         the gradient of the output, or None for no change."""
-        self._batch.pending.discard(lookup)
+        self._pending.discard(lookup)
         # Recorded in the backward, not in the forward: rows may be cleaned or read in between.
         with torch.no_grad():
             # Masks may have been updated since the lookup.
@@ -426,7 +458,7 @@ class TableBatchHooks:
 
     def _without_removed(self, grad: Tensor, ids: Tensor, ends: Ends) -> Tensor | None:
         """Return the gradient of a sequence with zeros for removed rows; None for no change."""
-        if self._pooled or not self._kept_ids:
+        if self._pooled or self._kept_ids is None:
             return None
         removed = self._kept_ids.flags(ids, ends).logical_not_()
         if not grad.is_cpu:
@@ -442,33 +474,8 @@ class TableBatchHooks:
             flag(record, self._features, *lookup.written)
         # The gradients of sequences are masked next, by _without_removed(). Bags were masked in the
         # forward: if masks have changed since, the backward may write rows that are removed by now.
-        if self._pooled and lookup.masks_key != self._masks_key():
-            self._zeroed.revived |= bool(self._kept_ids)
-
-
-def fused_sums(model: nn.Module) -> dict[int, State]:
-    """Return the sums of a model's fused Adagrad optimizers and their initial value, by the address
-    of the shard; nothing for other optimizers."""
-    found = {}
-    for _, batch in batches_of(collections_of(model.modules())):
-        if batch.is_adagrad:
-            for weight, states in zip(batch.weights(), batch.states(), strict=True):
-                found[weight.data_ptr()] = states[0], 0.0
-    return found
-
-
-def collections_of(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the sharded collections among some modules, each once."""
-    torchrec = torchrec_port()
-    if torchrec is not None:
-        yield from filter(torchrec.is_sharded, dict.fromkeys(modules))
-
-
-def batches_of(collections: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, TableBatch]]:
-    """Yield this rank's table batches with a fused optimizer, each with its collection."""
-    for collection in collections:
-        for batch in collection_of(collection).batches():
-            yield collection, batch
+        if self._pooled and self._kept_ids and lookup.masks_key != self._masked_key[0]:
+            self._zeroed.revived = True
 
 
 def lookups_of(collection: nn.Module) -> list[nn.Module]:

@@ -122,10 +122,6 @@ class KeptIds:
     kept: Mapping[int, Tensor]
     features: Sequence[int]
 
-    def __bool__(self) -> bool:
-        """Whether any table may lose ids."""
-        return bool(self.kept)
-
     def flags(self, ids: Tensor, ends: Ends, strict: bool = False) -> Tensor:
         """Return which ids are kept, bool ``(n,)``.
 
@@ -187,26 +183,15 @@ class CountedLookups:
     """Counts of the lookups of each row, for scores that use them.
 
     Args:
+        counts: to add to, by the number of the table; the others are not counted.
         features: for each feature the number of its table.
     """
 
-    def __init__(self, features: Sequence[int]) -> None:
-        self._features = features
-        self._counts: Mapping[int, Tensor] = {}
-        # Lookups that can be counted before a count might overflow.
+    def __init__(self, counts: Mapping[int, Tensor], features: Sequence[int]) -> None:
+        self._counts, self._features = counts, features
+        # Lookups that can be counted before a count might overflow: counts that were loaded or
+        # moved may be the largest already.
         self._room = 0
-
-    def __bool__(self) -> bool:
-        """Whether any table is counted."""
-        return bool(self._counts)
-
-    def use(self, held: Mapping[int, Held]) -> None:
-        """Take the counts to add to, by the number of the table."""
-        # New tensors, loaded or moved, may hold the largest count already.
-        self._room = 0
-        self._counts = {
-            table: shard.counts for table, shard in held.items() if shard.counts.numel()
-        }
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count the lookups of one forward."""
@@ -418,8 +403,8 @@ def add_pruned(flags: Mapping[int, RowFlags], before: MaskedShards, after: Maske
 
 @dataclass(frozen=True, eq=False)
 class HostRowCleaner:
-    """:class:`~dist_sparse.enforcer.row_kernels.TritonRowCleaner` in torch: on a CPU, and on a
-    device without Triton, where the host waits for the ends.
+    """The row cleaner in torch: on a CPU, and on a device without kernels, where the host waits for
+    the ends.
 
     Args:
         masked: the tables that lose weights.
@@ -492,14 +477,12 @@ class ZeroedRows:
             self._flags = {
                 table: RowFlags(len(shard.weight), self._device) for table, shard in cleaned.items()
             }
-        if kernels_on(self._device) is None:
+        kernels = kernels_on(self._device)
+        if kernels is None:
             self._cleaner = HostRowCleaner(cleaned, self._flags, self._features)
         else:
-            # Not above: it imports Triton.
-            from dist_sparse.enforcer.row_kernels import TritonRowCleaner
-
             found = {table: (*shard, self._flags[table].flags) for table, shard in cleaned.items()}
-            self._cleaner = TritonRowCleaner(list(map(found.get, self._features)))
+            self._cleaner = kernels.TritonRowCleaner(list(map(found.get, self._features)))
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
         """Clean the rows that a lookup is about to read."""

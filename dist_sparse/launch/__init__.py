@@ -1,7 +1,6 @@
-"""Start a job from one description: on this machine, on several, or through Slurm, Kubeflow or
-torchx.
+"""Start a job from one description: on this machine, on several, or through torchx.
 
 `spec` describes a job, with torchrun's argv and environment, `run` runs it on this machine (with
-`child` in the processes that it starts), `sbatch` and `kubeflow` write it into files, `components`
-is for torchx, and `__main__` is the command line.
+`child` in the processes that it starts), `components` is for torchx, and `__main__` is the command
+line.
 """

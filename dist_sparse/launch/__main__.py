@@ -6,14 +6,12 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dist_sparse.launch import kubeflow, sbatch
 from dist_sparse.launch.run import run
 from dist_sparse.launch.spec import LaunchSpec, additions, argv
 
@@ -24,8 +22,6 @@ _EXAMPLES = """\
   {prog} --nproc 2 train.py -- --epochs 1
   {prog} torchrun --nnodes 2 --nproc 8 \\
       --rdzv-endpoint node1:29400 --rdzv-id ID train.py
-  {prog} sbatch --nnodes 2 --nproc 8 --gpus 8 --cpus 64 \\
-      --time 02:00:00 train.py > job.sh
 
 exit status: the job's, or 2: wrong command line
 """
@@ -34,7 +30,7 @@ exit status: the job's, or 2: wrong command line
 def main(words: Sequence[str], *, prog: str = "python -m launch") -> int:
     """Run the command line `words` and return the exit code of the job.
 
-    A wrong command line is 2. An interpreter that can't be started, or a file that can't be
+    A wrong command line is 2. An interpreter that can't be started, or output that can't be
     written, is 1, with one line on stderr.
     """
     words = list(words)
@@ -45,7 +41,7 @@ def main(words: Sequence[str], *, prog: str = "python -m launch") -> int:
     parser = _parser(prog, command)
     options = parser.parse_args(words)
     try:
-        return _COMMANDS[command][0](options)
+        return _run(options)
     except ValueError as error:
         parser.error(as_typed(str(error), _TYPED))
     except OSError as error:
@@ -53,28 +49,21 @@ def main(words: Sequence[str], *, prog: str = "python -m launch") -> int:
         return 1
 
 
-def _local(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     spec = _spec(options)
     if not options.print:
         return run(spec, ranks=options.ranks)
     added = additions(spec, os.environ)
-    assignments = [f"{key}={shlex.quote(value)}" for key, value in added.items()]
-    return _write(" ".join([*assignments, shlex.join(argv(spec))]) + "\n", None)
+    assignments = [f"{key}={value}" for key, value in added.items()]
+    # `env`: a shell itself assigns neither UID nor PPID.
+    print(shlex.join(["env", *assignments, *argv(spec)]), flush=True)
+    return 0
 
 
-def _sbatch(options: argparse.Namespace) -> int:
-    return _write(sbatch.render(_spec(options), port=options.rdzv_port), options.output)
-
-
-def _kubeflow(options: argparse.Namespace) -> int:
-    return _write(kubeflow.render(_spec(options), runtime=options.runtime), options.output)
-
-
-_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
-    "local": (_local, "runs a job on this machine (the command when none is given)"),
-    "torchrun": (_local, "runs this machine's part of a job on several; the same words on each"),
-    "sbatch": (_sbatch, "writes a script for Slurm's sbatch"),
-    "kubeflow": (_kubeflow, "writes a TrainJob for Kubeflow Trainer v2"),
+# The purpose of each command.
+_COMMANDS = {
+    "local": "runs a job on this machine (the command when none is given)",
+    "torchrun": "runs this machine's part of a job on several; the same words on each",
 }
 
 
@@ -92,16 +81,6 @@ def as_typed(message: str, typed: Mapping[str, str]) -> str:
     """
     argument = message.removeprefix("Invalid ").partition("=")[0]
     return message.replace(f"{argument}=", f"{typed.get(argument, argument)}=", 1)
-
-
-def _write(text: str, path: Path | None) -> int:
-    if path is None:
-        print(text, end="", flush=True)
-        return 0
-    # 0600: the file may hold secrets passed by --env.
-    with open(path, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as out:
-        out.write(text)
-    return 0
 
 
 def _spec(options: argparse.Namespace) -> LaunchSpec:
@@ -151,7 +130,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = f"{self.prog}: error: {message}"
-        text = textwrap.fill(text, 80, subsequent_indent="  ", break_long_words=False)
+        # Whole words: a reader copies options, names and paths from it.
+        text = textwrap.fill(
+            text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
         self.exit(2, f"{text}\nUsage and options: {self.prog} --help\n")
 
 
@@ -183,91 +165,67 @@ def key_value(text: str) -> tuple[str, str]:
 
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 
-# Options by the commands that have them. The parser suppresses defaults: an option without one here
-# is absent from the namespace if it was not given.
-_OPTIONS: dict[str, list[Option]] = {
-    "local torchrun sbatch kubeflow": [
-        option(
-            *("-m", "--module"),
-            help="SCRIPT is the name of a module, as in `python -m`",
-            action="store_true",
-            default=False,
-            dest="is_module",
-        ),
-        option(
-            "--nproc",
-            help="processes on each node: a number, or gpu, cpu, auto (default: 1)",
-            dest="nproc_per_node",
-            metavar="N",
-        ),
-        option(
-            "--env",
-            help="variable for the ranks; may be repeated",
-            type=key_value,
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-        ),
-        option("--max-restarts", help="restarts after a rank has failed (default: 0)", **_NUMBER),
-        option("--grace", help="seconds between a signal and SIGKILL (default: 30)", **_NUMBER),
-        option("--name", help="name of the job, of a-z 0-9 - (default: from SCRIPT)"),
-    ],
-    "local torchrun sbatch": [option("--python", help="the interpreter (default: this one)")],
-    "torchrun sbatch kubeflow": [
-        option("--nnodes", help="nodes (default: 1)", metavar="N|MIN:MAX"),
-    ],
-    "local torchrun": [
-        option(
-            "--ranks",
-            help="local ranks whose output is shown, such as 0 or 0,1 (default: all); one has no"
-            " prefix",
-            type=local_ranks,
-            default=[],
-            metavar="LIST",
-        ),
-        option(
-            "--print",
-            help="only print the torchrun command; see docs/launching.md",
-            action="store_true",
-            default=False,
-        ),
-    ],
-    "torchrun": [
-        option("--rdzv-id", help="id of this job, the same on all nodes; long and random is best"),
-        option("--local-addr", help="address of this node for the others (default: its host name)"),
-    ],
-    "torchrun sbatch": [
-        option(
-            "--rdzv-port",
-            help="where nodes meet; for torchrun with --rdzv-host-env (default: 29400)",
-            default=29400,
-            **_NUMBER,
-        ),
-    ],
-    "sbatch kubeflow": [
-        option("--cpus", help="cores of a node", **_NUMBER),
-        option("--gpus", help="GPUs of a node", **_NUMBER),
-        option("--memory-gib", help="memory of a node", **_NUMBER),
-        option(
-            "--output", help="file to write (default: standard output)", type=Path, default=None
-        ),
-    ],
-    "sbatch": [option("--time", help="time limit of the job", metavar="[D-]HH:MM:SS")],
-    "kubeflow": [
-        option("--python", help="the interpreter (default: python)", default="python"),
-        option("--image", help="the container image (default: the runtime's)"),
-        option(
-            "--runtime",
-            help="ClusterTrainingRuntime (default: torch-distributed)",
-            default="torch-distributed",
-        ),
-    ],
-}
+# The parser suppresses defaults: an option without one here is absent from the namespace if it was
+# not given.
+_OPTIONS: list[Option] = [
+    option(
+        *("-m", "--module"),
+        help="SCRIPT is the name of a module, as in `python -m`",
+        action="store_true",
+        default=False,
+        dest="is_module",
+    ),
+    option(
+        "--nproc",
+        help="processes on each node: a number, or gpu, cpu, auto (default: 1)",
+        dest="nproc_per_node",
+        metavar="N",
+    ),
+    option(
+        "--env",
+        help="variable for the ranks; may be repeated",
+        type=key_value,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+    ),
+    option("--max-restarts", help="restarts after a rank has failed (default: 0)", **_NUMBER),
+    option("--grace", help="seconds between a signal and SIGKILL (default: 30)", **_NUMBER),
+    option("--name", help="name of the job, of a-z 0-9 - (default: from SCRIPT)"),
+    option("--python", help="the interpreter (default: this one)"),
+    option(
+        "--ranks",
+        help="local ranks whose output is shown, such as 0 or 0,1 (default: all); one has no"
+        " prefix",
+        type=local_ranks,
+        default=[],
+        metavar="LIST",
+    ),
+    option(
+        "--print",
+        help="only print the torchrun command; see docs/launching.md",
+        action="store_true",
+        default=False,
+    ),
+]
+
+# Options of the command `torchrun` alone.
+_OF_TORCHRUN: list[Option] = [
+    option("--nnodes", help="nodes (default: 1)", metavar="N|MIN:MAX"),
+    option("--rdzv-id", help="id of this job, the same on all nodes; long and random is best"),
+    option("--local-addr", help="address of this node for the others (default: its host name)"),
+    option(
+        "--rdzv-port",
+        help="where nodes meet, with --rdzv-host-env (default: 29400)",
+        default=29400,
+        **_NUMBER,
+    ),
+]
 
 
 def _parser(prog: str, command: str) -> Parser:
-    purpose = _COMMANDS[command][1]
-    known = "\n".join(f"  {name:10}{what}" for name, (_, what) in _COMMANDS.items())
+    purpose = _COMMANDS[command]
+    known = "\n".join(f"  {name:10}{what}" for name, what in _COMMANDS.items())
     parser = Parser(
         # `local` may be left out, and is left out of messages too.
         prog=f"{prog} {command}".removesuffix(" local"),
@@ -282,11 +240,11 @@ def _parser(prog: str, command: str) -> Parser:
     script = "what every rank runs; its ARGS follow it, optionally after `--`"
     add("target", metavar="SCRIPT", help=script)
     add("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
-    for commands, options in _OPTIONS.items():
-        if command in commands.split():
-            for flags, settings in options:
-                add(*flags, **settings)
+    for flags, settings in _OPTIONS:
+        add(*flags, **settings)
     if command == "torchrun":
+        for flags, settings in _OF_TORCHRUN:
+            add(*flags, **settings)
         add_either = parser.add_mutually_exclusive_group().add_argument
         add_either("--rdzv-endpoint", help="where the nodes meet: HOST:PORT of one of them")
         host = "instead: the variable that holds HOST; localhost if it is empty"

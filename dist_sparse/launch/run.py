@@ -5,12 +5,15 @@ the launcher. It forwards the signal to the ranks, waits for the grace period an
 that are left.
 """
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -19,6 +22,10 @@ from dist_sparse.launch.spec import LaunchSpec, additions, argv
 
 _CHILD = str(Path(__file__).resolve().with_name("child.py"))
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+# For how long a job waits for the name of the host where nodes meet: a cluster may add it to its
+# DNS only when that host starts.
+NAME_SECONDS = 30.0
 
 
 def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
@@ -33,7 +40,9 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
 
     Raises:
         ValueError: the script does not exist, several nodes have no endpoint or id, a rank is not
-            in `spec`, or this is not the main thread.
+            in `spec`, or this is not the main thread. On several nodes also: `local_addr`, or
+            the host name of this node, does not resolve, or the name in `rdzv_endpoint` does not
+            within 30 s.
         OSError: there is no such interpreter.
     """
     # signal.signal() works in the main thread only.
@@ -56,6 +65,8 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
         output += ["--local-ranks-filter", shown]
         program = ["-u", "-P", _CHILD, "torchrun", shown]
         words = argv(spec, program=program, output=output, before=[_CHILD, "rank"])
+        if spec.max_nodes > 1:
+            _await_names(spec)
         # setdefault(): an outer torchrun or torchx reads errors from the file that it has set.
         variables.setdefault("TORCHELASTIC_ERROR_FILE", str(Path(logs, "error.json")))
         variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
@@ -71,10 +82,45 @@ def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
     """Refuse a job that can't run on this machine."""
     if spec.script is not None and not Path(spec.script).is_file():
         raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
-    rank = max(ranks, default=0)
-    # processes is 0 if only torchrun knows the number.
-    if spec.processes and rank >= spec.processes:
-        raise ValueError(f"Invalid {rank=}: must be a local rank, below {spec.processes}.")
+    for rank in ranks:
+        # processes is 0 if only torchrun knows the number.
+        if rank < 0 or (spec.processes and rank >= spec.processes):
+            below = f", below {spec.processes}" if spec.processes else ""
+            raise ValueError(f"Invalid {rank=}: must be a local rank{below}.")
+
+
+def _await_names(spec: LaunchSpec) -> None:
+    """Refuse a job on several nodes whose addresses are names that do not resolve here.
+
+    torchrun and the ranks would try to connect for a minute or more, and then not name the address.
+    """
+    # As torchrun does, which passes it to the other nodes.
+    own = spec.local_addr or socket.getfqdn()
+    if not _resolves(own):
+        raise ValueError(
+            f"Invalid local_addr={spec.local_addr!r}: the name {own!r} of this node does not"
+            " resolve; must be the address at which the other nodes reach it."
+        )
+    host = str(spec.rdzv_endpoint).rpartition(":")[0].strip("[]")
+    if _resolves(host):
+        return
+    _log(f"the name {host!r} in the rendezvous endpoint does not resolve; waits {NAME_SECONDS:g} s")
+    end = time.monotonic() + NAME_SECONDS
+    while time.monotonic() < end:
+        time.sleep(0.5)
+        if _resolves(host):
+            return
+    raise ValueError(
+        f"Invalid rdzv_endpoint={spec.rdzv_endpoint!r}: the name {host!r} does not resolve on this"
+        f" node, within {NAME_SECONDS:g} s; must be a name or an address that every node reaches."
+    )
+
+
+def _resolves(name: str) -> bool:
+    # UnicodeError: a label of the name is empty or too long.
+    with contextlib.suppress(OSError, UnicodeError):
+        return bool(socket.getaddrinfo(name, None))
+    return False
 
 
 def _wait(process: subprocess.Popen[bytes], grace: int) -> int:

@@ -1,9 +1,8 @@
 """The description of a job, and torchrun's argv and environment for it.
 
-- A `LaunchSpec` is frozen. A value that reaches a shell script or a directive matches a pattern in
-  `_RULES`, or is quoted when it is written. torchrun checks the rest.
+- A `LaunchSpec` is frozen, and checked when it is made. torchrun checks the rest.
 - The argv has every option that torchrun could otherwise take from a `PET_` variable. Flags
-  (`PET_STANDALONE`, ...) can't be switched off there, so no job inherits `PET_` variables.
+  (`PET_STANDALONE`, ...) can't be switched off there, so no job inherits or sets `PET_` variables.
 - A job on one node uses the loopback address and a free port. Not `--standalone`, which overrides
   both.
 """
@@ -12,7 +11,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from string import Template
@@ -26,17 +25,26 @@ _RULES = {
         "[a-z](?:[a-z0-9-]{0,51}[a-z0-9])?",
         "1 to 53 of a-z, 0-9 and -, beginning with a letter, not ending with -",
     ),
-    "max_restarts": ("[0-9]+", "a number from 0 on"),
-    "nnodes": ("[1-9][0-9]*(:[1-9][0-9]*)?", 'a number from 1 on, or "MIN:MAX"'),
+    "nnodes": ("[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", 'a number from 1 on, or "MIN:MAX"'),
     "nproc_per_node": (
-        "[1-9][0-9]*|gpu|cpu|auto",
+        "[1-9][0-9]{0,8}|gpu|cpu|auto",
         "a whole number, at least 1, or one of 'gpu', 'cpu', 'auto'",
     ),
-    "time": ("(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]", "HH:MM:SS or DAYS-HH:MM:SS"),
+    # The hosts that torchrun takes; an IPv6 address may have brackets.
+    "rdzv_endpoint": (
+        r"\[?[\w.:-]+\]?:[0-9]{1,5}",
+        "HOST:PORT, with a port from 1 to 65535",
+    ),
 }
 
 # Pattern and text of the keys of `env`.
-_KEY = ("[A-Z_][A-Z0-9_]*", "keys of A-Z, 0-9 and _, not first a digit")
+_KEY = (
+    "(?!PET_)[A-Z_][A-Z0-9_]*",
+    "keys of A-Z, 0-9 and _, not first a digit; from PET_ variables, torchrun would take options",
+)
+
+# Fields that are text, and may be None.
+_TEXTS = ("script", "module", "rdzv_endpoint", "rdzv_id", "local_addr")
 
 _LOOPBACK = "127.0.0.1"
 
@@ -59,14 +67,9 @@ class LaunchSpec:
         rdzv_id: for several nodes, the same on all of them and different for every job.
         local_addr: the address under which other nodes reach this one; None for what its host name
             resolves to.
-        env: variables for the ranks. Keys match `[A-Z_][A-Z0-9_]*`.
+        env: variables for the ranks. Keys match `[A-Z_][A-Z0-9_]*`, and do not begin with `PET_`.
         max_restarts: how often torchrun restarts all ranks after one of them has failed.
         grace: seconds that ranks have to exit after a signal before they are killed.
-        cpus: CPUs of a node, for schedulers; None is the scheduler's default.
-        gpus: GPUs of a node, for schedulers; None is the scheduler's default.
-        memory_gib: memory of a node, for schedulers; None is the scheduler's default.
-        time: limit on the run, `HH:MM:SS` or `DAYS-HH:MM:SS`, for Slurm.
-        image: the container image, for Kubernetes.
         python: the interpreter.
 
     Raises:
@@ -75,7 +78,7 @@ class LaunchSpec:
 
     script: str | None = None
     module: str | None = None
-    args: tuple[str, ...] = ()
+    args: Sequence[str] = ()
     name: str = "train"
     nnodes: str = "1"
     nproc_per_node: int | str = 1
@@ -85,27 +88,44 @@ class LaunchSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     grace: int = 30
-    cpus: int | None = None
-    gpus: int | None = None
-    memory_gib: int | None = None
-    time: str | None = None
-    image: str | None = None
     python: str = sys.executable
 
     def __post_init__(self) -> None:
         if (self.script is None) == (self.module is None):
             given = f"script={self.script!r}, module={self.module!r}"
             raise ValueError(f"Invalid {given}: must be exactly one of them.")
-        for name, rule in _RULES.items():
-            _refuse_mismatch(name, getattr(self, name), rule)
-        for key in self.env:
-            _refuse_mismatch("env", key, _KEY)
+        if isinstance(self.args, str):
+            raise ValueError(f"Invalid args={self.args!r}: must be a sequence of words.")
         # Copies, so that the checked values can't change. The dataclass is frozen: by object.
         set_field = partial(object.__setattr__, self)
-        set_field("nnodes", str(self.nnodes))
-        set_field("nproc_per_node", str(self.nproc_per_node))
         set_field("args", tuple(self.args))
         set_field("env", MappingProxyType(dict(self.env)))
+        given_texts = [name for name in _TEXTS if getattr(self, name) is not None]
+        for name in ("python", *given_texts):
+            _refuse_non_text(name, [getattr(self, name)])
+        _refuse_non_text("args", self.args)
+        _refuse_non_text("env", self.env.values())
+        for name, rule in _RULES.items():
+            if name not in _TEXTS or name in given_texts:
+                _refuse_mismatch(name, getattr(self, name), rule)
+        for key in self.env:
+            _refuse_mismatch("env", key, _KEY)
+        _refuse_out_of_range("max_restarts", self.max_restarts)
+        _refuse_out_of_range("grace", self.grace)
+        set_field("nnodes", str(self.nnodes))
+        set_field("nproc_per_node", str(self.nproc_per_node))
+        self._refuse_ranges()
+
+    def _refuse_ranges(self) -> None:
+        """Refuse a range of nodes and a port whose digits are right and whose value is not."""
+        least = int(self.nnodes.partition(":")[0])
+        if least > self.max_nodes:
+            raise ValueError(f"Invalid nnodes={self.nnodes!r}: must be MIN:MAX, with MIN <= MAX.")
+        if self.rdzv_endpoint is not None:
+            port = int(self.rdzv_endpoint.rpartition(":")[2])
+            if not 1 <= port <= 65535:
+                rule = _RULES["rdzv_endpoint"][1]
+                raise ValueError(f"Invalid rdzv_endpoint={self.rdzv_endpoint!r}: must be {rule}.")
 
     @property
     def processes(self) -> int:
@@ -113,10 +133,6 @@ class LaunchSpec:
         resolves."""
         number = str(self.nproc_per_node)
         return int(number) if number.isdecimal() else 0
-
-    def memory(self, unit: str) -> str | None:
-        """Return the memory of a node, with the scheduler's unit for GiB."""
-        return None if self.memory_gib is None else f"{self.memory_gib}{unit}"
 
     @property
     def max_nodes(self) -> int:
@@ -126,27 +142,36 @@ class LaunchSpec:
 
 def _refuse_mismatch(name: str, value: object, rule: tuple[str, str]) -> None:
     pattern, text = rule
-    if value is not None and not re.fullmatch(pattern, str(value)):
+    if not re.fullmatch(pattern, str(value)):
         raise ValueError(f"Invalid {name}={value!r}: must be {text}.")
+
+
+def _refuse_non_text(name: str, values: Iterable[object]) -> None:
+    """Refuse everything but text that can be a word of a command or the value of a variable."""
+    for value in values:
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError(f"Invalid {name}={value!r}: must be text without a null character.")
+
+
+def _refuse_out_of_range(name: str, value: object) -> None:
+    """Refuse everything but an int from 0 on that the options of torchrun can hold."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise ValueError(f"Invalid {name}={value!r}: must be a number from 0 on, below 2**31.")
 
 
 def argv(
     spec: LaunchSpec,
     *,
-    rendezvous: Sequence[str] = (),
     program: Sequence[str] = ("-m", "torch.distributed.run"),
     output: Sequence[str] = ("--redirects", "0", "--tee", "0"),
     before: Sequence[str] = (),
-    quote: Callable[[str], str] = str,
 ) -> list[str]:
     """Return the words of the command that runs `spec` on one node; no shell, no quotes.
 
     Args:
-        rendezvous: torchrun's rendezvous options, instead of those of `spec`.
         program: arguments of the interpreter that run torchrun.
         output: torchrun's options for the output of the ranks.
         before: a script with its first arguments, which runs the job's own script or module.
-        quote: applied to all words except `rendezvous`.
 
     Raises:
         ValueError: several nodes have no endpoint or no id.
@@ -159,8 +184,7 @@ def argv(
     start += ["--nproc-per-node", str(spec.nproc_per_node)]
     end = ["--max-restarts", str(spec.max_restarts), "--monitor-interval", "0.1"]
     end += ["--start-method", "spawn", "--event-log-handler", "null", "--role", "default"]
-    meeting = rendezvous or map(quote, _rendezvous(spec))
-    return [*map(quote, start), *meeting, *map(quote, (*end, *output, *ranks))]
+    return [*start, *_rendezvous(spec), *end, *output, *ranks]
 
 
 def _escape_template(word: str) -> str:
@@ -169,29 +193,26 @@ def _escape_template(word: str) -> str:
     return word.replace("$", "$$") if is_template else word
 
 
-def new_id(spec: LaunchSpec) -> str:
-    """Return the rendezvous id of `spec`, or a random one, which only one node can use."""
-    return spec.rdzv_id or f"{spec.name}-{secrets.token_hex(16)}"
-
-
-def meeting(endpoint: str, job: str) -> list[str]:
-    """Return torchrun's options for nodes that meet at `endpoint`."""
-    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", job]
-    return [*words, "--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
-
-
 def _rendezvous(spec: LaunchSpec) -> list[str]:
+    """Return torchrun's options for the place where the nodes meet."""
     if spec.max_nodes == 1:
-        return [*meeting(f"{_LOOPBACK}:0", new_id(spec)), "--local-addr", _LOOPBACK]
+        # Random: several jobs may run on this machine.
+        job = spec.rdzv_id or f"{spec.name}-{secrets.token_hex(16)}"
+        return [*_meeting(f"{_LOOPBACK}:0", job), "--local-addr", _LOOPBACK]
     for name in ("rdzv_endpoint", "rdzv_id"):
         if not getattr(spec, name):
             rule = f"must be given for nnodes={spec.nnodes!r}, the same on all nodes"
             raise ValueError(f"Invalid {name}={getattr(spec, name)!r}: {rule}.")
-    words = meeting(str(spec.rdzv_endpoint), new_id(spec))
+    words = _meeting(str(spec.rdzv_endpoint), str(spec.rdzv_id))
     return [*words, "--local-addr", spec.local_addr] if spec.local_addr else words
 
 
-def defaults(spec: LaunchSpec, cores: int | None) -> dict[str, str]:
+def _meeting(endpoint: str, job: str) -> list[str]:
+    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", job]
+    return [*words, "--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
+
+
+def defaults(spec: LaunchSpec, cores: int) -> dict[str, str]:
     """Return environment variables for torchrun and the ranks.
 
     - `PYTHONHASHSEED=0`: TorchRec's resharding takes message tags from `hash()`.
@@ -200,13 +221,13 @@ def defaults(spec: LaunchSpec, cores: int | None) -> dict[str, str]:
       gloo sometimes connects to them.
 
     Args:
-        cores: CPU cores of a node, which its ranks share; None if unknown.
+        cores: CPU cores of a node, which its ranks share.
     """
     variables = {"PYTHONHASHSEED": "0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
     # With a range of nodes, ranks also restart when the number of nodes changes.
     if spec.max_restarts > 0 or ":" in spec.nnodes:
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if cores and spec.processes:
+    if spec.processes:
         variables["OMP_NUM_THREADS"] = str(max(1, cores // spec.processes))
     return variables
 

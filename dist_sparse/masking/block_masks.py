@@ -25,8 +25,7 @@ from dist_sparse.masking.cuts import (
     exchange_partials,
     return_decisions,
 )
-from dist_sparse.masking.device import flat_width, on_host, pieces_on, too_large
-from dist_sparse.masking.flat_scores import FlatScores
+from dist_sparse.masking.device import flat_width, kernels_on, on_host, pieces_on, too_large
 from dist_sparse.masking.kept_scores import Caching, ScoreCache
 from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.scores import (
@@ -192,8 +191,14 @@ def score_tables(goals: Iterable[Goal]) -> list[ScoredTable]:
 
 
 def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False) -> list[NewMasks]:
-    """Return the new masks of this rank's shards, per table in the order of its shards. Collective
-    over ``group``.
+    """:func:`select`, and return :func:`masks_of`. Collective over ``group``."""
+    select(scored, group, pooled)
+    return masks_of(scored)
+
+
+def select(scored: Sequence[ScoredTable], group: Group, pooled: bool = False) -> None:
+    """Find the threshold of every table, and the decisions on its cut blocks. Collective over
+    ``group``.
 
     If ``pooled``, the tables lose the bytes of all their ``k`` together, wherever scores are
     smallest.
@@ -213,12 +218,15 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False)
     # 2. Select: the exact threshold of every table.
     _find_thresholds(scored, group, pooled)
 
-    # 3. Mask. The owners of cut blocks return their decisions; scores and threshold decide about
-    # all other blocks locally.
+    # 3. The owners of cut blocks return their decisions.
     for cuts, table in cut.items():
         cuts.decision = _decide(table.goal, table.threshold, cuts.owned)
     if cut:
         return_decisions([*cut], group, device)
+
+
+def masks_of(scored: Sequence[ScoredTable]) -> list[NewMasks]:
+    """Return the new masks of this rank's shards, after :func:`select`. Local."""
     batch_masks = _masks_of_batches(scored)
     return [_masks_of_table(table, batch_masks) for table in scored]
 
@@ -299,8 +307,9 @@ def _score_flat(tables: Sequence[ScoredTable]) -> list[Tensor]:
     shards = [table.goal.data.shards[0] for table in tables]
     blocks = [table.goal.block for table in tables]
     measure = tables[0].goal.measure
-    assert not callable(measure)
-    _add_batch(tables, FlatScores(shards, blocks, measure, _totals(tables)))
+    kernels = kernels_on(shards[0].tensor.device)
+    assert kernels is not None and not callable(measure)
+    _add_batch(tables, kernels.FlatScores(shards, blocks, measure, _totals(tables)))
     return []
 
 
@@ -646,7 +655,9 @@ def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:
     marks = torch.where(partials.clean, 0, REMOVED).to(torch.int32)
     columns = torch.where(decision.columns, marks, KEPT)
     if partials.cuts_all:
-        segment.add(columns)
+        # A second attempt finds what the first has added.
+        if not segment.pieces:
+            segment.add(columns)
     else:
         for first, bits in segment.pieces:
             bits[:, partials.cols] = columns[first : first + len(bits)]

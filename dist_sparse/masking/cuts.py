@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Group, Parcels, Read
+from dist_sparse.groups import Group
+from dist_sparse.masking.device import finish
 from dist_sparse.masking.masks import pack, unpack
 from dist_sparse.masking.scores import KEPT, Segment, block_sums, block_widths, to_scores
+from dist_sparse.parcels import Parcels, Read
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of
 
 
@@ -238,6 +240,10 @@ def return_decisions(tables: Sequence[CutTable], group: Group, device: torch.dev
     for table in tables:
         arriving += _expect_decisions(parcels, table, group, device)
     parcels.exchange(device)
+    finish(lambda: _fill(arriving))
+
+
+def _fill(arriving: Iterable[tuple[Tensor, Read]]) -> None:
     for place, read in arriving:
         place.copy_(unpack(read(), place.numel()).view_as(place))
 

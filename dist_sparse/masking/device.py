@@ -5,16 +5,19 @@ operation is a launch, and each value that the host reads is a wait. So pieces a
 the counts of all tables stay on the device until one copy. The counts are the same on both.
 """
 
-import importlib
-import importlib.util
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from dist_sparse.doors import offered
 from dist_sparse.tables.shards import Block, Rect, grid_of
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,34 @@ NO_PLACE = (1 << 31) - 1
 _WIDTHS = {1, 2, 4, 8, *range(16, 4097, 16)}
 
 
-def kernels_on(device: torch.device) -> Any:
-    """Return :mod:`~dist_sparse.masking.kernels` for a device that can run it, else None."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module("dist_sparse.masking.kernels")
+class Kernels(NamedTuple):
+    """What an extra offers on CUDA in place of torch's operations.
+
+    Args:
+        FlatScores: scores of shards that are flat sequences of equal blocks: a
+            :class:`~dist_sparse.masking.scores.Batch`.
+        Pruning: a shard that ``prune`` writes zeros to.
+        prune: zeroes removed blocks of many shards in one launch.
+        TritonRowCleaner: flags and cleans dirty rows, as
+            :class:`~dist_sparse.enforcer.rows.HostRowCleaner`.
+    """
+
+    FlatScores: Any
+    Pruning: Any
+    prune: Any
+    TritonRowCleaner: Any
+
+
+def kernels_on(device: torch.device) -> Kernels | None:
+    """Return the kernels that an extra offers for a device; None where torch's operations run."""
+    return _offered_kernels() if device.type == "cuda" else None
+
+
+@cache
+def _offered_kernels() -> Kernels | None:
+    """Return the kernels of the first extra that can run its own here, or None."""
+    found = [kernels() for kernels in offered("kernels")]
+    return next(filter(None, found), None)
 
 
 def row_block_width(rect: Rect, block: Block) -> int | None:
@@ -142,3 +168,21 @@ def too_large(nbytes: int, weights: int) -> bool:
     """Return whether so many bytes are too many to hold in addition to the ``weights`` bytes of a
     shard on an accelerator, where tables fill the memory: 5% is the limit."""
     return nbytes * 20 > weights
+
+
+def finish(work: Callable[[], Result]) -> Result:
+    """Do local work that may follow the last message of a mask update; a second time if it fails.
+
+    Other ranks go on with the new masks then, and an agreement would be one more message. So a rank
+    that runs out of memory frees what it can, and follows them.
+
+    Args:
+        work: may be done twice.
+    """
+    try:
+        return work()
+    except (MemoryError, RuntimeError):
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+        return work()

@@ -108,15 +108,17 @@ class ScoreCache:
         rows: Tensor | None = None
         if scored_for == self._scored_for and self.age + 1 < caching.full_every:
             rows = self.written.rows()
+        # Until all is done: an error on the way may leave scores and counts that do not fit, and
+        # score_all() may raise.
+        self._scored_for = None
         if self._score(shard, caching, rows):
             self.age += 1
         else:
-            # Forget first: score_all() may raise.
-            self._scored_for = self._last = None
+            self._last = None
             self._changed = []
             self.scores = IndexedScores(*score_all())
-            self._scored_for = scored_for
             self.age = 0
+        self._scored_for = scored_for
         # Last: rows that were not scored must count as written in the next update too.
         self.written.clear()
 

@@ -571,7 +571,7 @@ def prune(changes: Iterable[ShardChange]) -> None:
     for mask, tensor, before, dirty in changes:
         kernels = kernels_on(tensor.device)
         width = flat_width(mask.rect, mask.block, tensor)
-        if width is None:
+        if kernels is None or width is None:
             # All that is removed: to find what has changed would wait for the device.
             mask.apply_(tensor)
             continue

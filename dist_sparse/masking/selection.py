@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.device import NO_PLACE, count_within, on_host
+from dist_sparse.masking.device import NO_PLACE, count_within, finish, on_host
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
 from dist_sparse.masking.scores import (
     HISTOGRAM,
@@ -184,12 +184,7 @@ def select_smallest(
 def _find_scores(searches: list[_ScoreSearch], group: Group, pooled_bytes: int) -> None:
     """Find the score of every threshold. Collective over ``group``."""
     counts = group.all_reduce(_first_histograms(searches))
-    too_large = counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].sum(1)
-    for i in too_large.nonzero().flatten().tolist():
-        raise ValueError(
-            f"Table {searches[i].table.name!r}: {int(too_large[i])} block scores exceed float32"
-            " once their parts are added; must be finite."
-        )
+    finish(lambda: _refuse_too_large(searches, counts))
     for search, zeros in zip(searches, counts[:, 0].tolist(), strict=True):
         if search.table.only_zeros:
             search.want_only_zeros(zeros)
@@ -200,10 +195,22 @@ def _find_scores(searches: list[_ScoreSearch], group: Group, pooled_bytes: int) 
     _narrow(searches, _ROUNDS, _next_histograms, group, pool)
 
 
+def _refuse_too_large(searches: Sequence[_ScoreSearch], counts: Tensor) -> None:
+    too_large = counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].sum(1)
+    if wrong := too_large.nonzero().flatten().tolist():
+        first = wrong[0]
+        raise ValueError(
+            f"Table {searches[first].table.name!r}: {int(too_large[first])} block scores exceed"
+            " float32 once their parts are added; must be finite."
+        )
+
+
 def _split_ties(searches: Collection[_ScoreSearch], group: Group) -> None:
     """Find the last index removed at the threshold of tables that lose some of the tied blocks, but
     not all. Collective over ``group`` if there are such tables, which every rank knows."""
     ties = [_TieSearch(search) for search in searches if 0 < search.left < search.inside]
+    if not ties:
+        return
     _find_ties(ties)
     most = max((search.scores.table.blocks for search in ties), default=1)
     _narrow(ties, _index_rounds(most), _histograms_of_ties, group, _Pool(0))
@@ -453,18 +460,29 @@ def _descend(searches: Sequence[_Search], counts: Tensor, shift: int, pool: _Poo
     """Continue each search in one bucket, by the histograms ``(searches, buckets)`` over all
     ranks."""
     buckets = counts.shape[1]
-    # The bucket of the k-th key: the first one up to which there are at least as many as wanted.
-    upto = counts.cumsum(1)
-    wanted = torch.tensor([search.left for search in searches]).unsqueeze(1)
-    bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=buckets - 1)
-    pool.limit(searches, upto, bucket)
-    inside = counts.gather(1, bucket)
-    chosen = torch.cat([bucket, upto.gather(1, bucket) - inside, inside], 1).tolist()
+    # The last round may be behind: only these searches know.
+    chosen, limited = finish(lambda: _next_buckets(searches, counts, pool))
+    pool.leave_at(limited)
     for search, row in zip(searches, chosen, strict=True):
         search.descend(shift, buckets, *row)
     # All scores in a bucket are equal after the last round, and in the bucket of zeros.
     equal = shift == 0 or (buckets == HISTOGRAM and pool.bucket == 0)
     pool.share(last=equal)
+
+
+def _next_buckets(
+    searches: Sequence[_Search], counts: Tensor, pool: _Pool
+) -> tuple[list[list[int]], _Limited]:
+    """Return for each search its bucket, the keys below it and in it; and the limit of the pool.
+    Changes nothing."""
+    buckets = counts.shape[1]
+    # The bucket of the k-th key: the first one up to which there are at least as many as wanted.
+    upto = counts.cumsum(1)
+    wanted = torch.tensor([search.left for search in searches]).unsqueeze(1)
+    bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=buckets - 1)
+    limited = pool.limit(searches, upto, bucket)
+    inside = counts.gather(1, bucket)
+    return torch.cat([bucket, upto.gather(1, bucket) - inside, inside], 1).tolist(), limited
 
 
 def _index_rounds(blocks: int) -> list[tuple[int, int]]:
@@ -474,6 +492,20 @@ def _index_rounds(blocks: int) -> list[tuple[int, int]]:
     rounds = min(3, -(-need // 11))
     width = -(-need // rounds)
     return [(width * turn, 1 << width) for turn in reversed(range(rounds))]
+
+
+class _Limited(NamedTuple):
+    """Where the bytes of a pool are reached.
+
+    Args:
+        bucket: in which they are reached.
+        below: bytes removed in smaller buckets.
+        leaving: the tables that reach their own maximum in smaller buckets.
+    """
+
+    bucket: int
+    below: int
+    leaving: list[_Search]
 
 
 class _Pool:
@@ -500,9 +532,9 @@ class _Pool:
         self.prices: dict[_Search, int] = {}
         self.bucket = 0
 
-    def limit(self, searches: Sequence[_Search], upto: Tensor, buckets: Tensor) -> None:
+    def limit(self, searches: Sequence[_Search], upto: Tensor, buckets: Tensor) -> _Limited:
         """Replace the buckets in which tables reach their own maximum by the one in which the bytes
-        are reached, where it is lower.
+        are reached, where it is lower. Return it, for :meth:`leave_at`.
 
         Args:
             searches: the tables of this round, of the pool or not.
@@ -511,19 +543,27 @@ class _Pool:
         """
         rows = [row for row, search in enumerate(searches) if search in self.prices]
         if not rows:
-            return
+            return _Limited(self.bucket, 0, [])
         prices = torch.tensor([self.prices[searches[row]] for row in rows]).unsqueeze(1)
         most = torch.tensor([searches[row].left for row in rows]).unsqueeze(1)
         # Bytes removed up to and including each bucket; no table loses more than its maximum.
         removed = (torch.minimum(upto[rows], most) * prices).sum(0)
         # The last bucket if all tables together do not reach the bytes.
-        self.bucket = min(int((removed < self._need).sum()), removed.numel() - 1)
-        if self.bucket:
-            self._need -= int(removed[self.bucket - 1])
+        limit = min(int((removed < self._need).sum()), removed.numel() - 1)
+        below = int(removed[limit - 1]) if limit else 0
+        leaving = []
         for row, bucket in zip(rows, buckets[rows].flatten().tolist(), strict=True):
-            if bucket < self.bucket:
-                del self.prices[searches[row]]
-        buckets[rows] = buckets[rows].clamp(max=self.bucket)
+            if bucket < limit:
+                leaving.append(searches[row])
+        buckets[rows] = buckets[rows].clamp(max=limit)
+        return _Limited(limit, below, leaving)
+
+    def leave_at(self, limited: _Limited) -> None:
+        """Continue in the bucket of a limit."""
+        self.bucket = limited.bucket
+        self._need -= limited.below
+        for search in limited.leaving:
+            del self.prices[search]
 
     def share(self, last: bool) -> None:
         """Divide the bytes that are still needed among the tables, after each round.

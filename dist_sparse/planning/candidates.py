@@ -5,7 +5,7 @@ Nothing here reads weights: names, shapes and dtypes of the tables are enough.
 """
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +15,11 @@ from itertools import chain, product
 import torch
 
 from dist_sparse import checks
-from dist_sparse.codes.books import ENTRIES
-from dist_sparse.codes.quantize import LEAST_ROWS
+from dist_sparse.serving.books import ENTRIES, LEAST_ROWS
 from dist_sparse.serving.encodings import UNCODED
 from dist_sparse.tables.shards import ShardedData, basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
+from dist_sparse.training.arguments import fewest_removed
 
 # 4 bits and a scale for each column: `export(dtype="int4", scale="column")`.
 BY_COLUMN = "int4 by column"
@@ -104,9 +104,9 @@ class Candidate:
     Args:
         dtype: the dtype of all served tables, one of :data:`DTYPES`.
         columns: fraction of its columns that each table of ``groups`` keeps, in (0, 1], rounded
-            as by ``sparsify(level=1 - columns, block="col", rotate=groups)`` and ``compact()``: to
-            a multiple of 4.
-        groups: tables that are rotated together, as in :func:`~dist_sparse.rotate`: the output of a
+            as by ``sparsify(level=1 - columns, block="col")`` with ``Rotation(groups)``, and by
+            ``compact()``: to a multiple of 4.
+        groups: tables that are rotated together (``dist_sparse.extras.rotation``): the output of a
             table that is alone is rotated back, and other tables keep all columns. With none every
             table has the fraction ``columns``, not by a rotation: a smaller dense table.
         levels: fraction of rows removed, by the name of the table; others keep all.
@@ -223,9 +223,6 @@ class Candidate:
 # ------------------------------------------------------------------------------
 # The candidates of each kind and dtype that keep the most within a budget.
 
-# The search for levels is over multiples of `1 / _STEPS`.
-_STEPS = 1 << 20
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -312,17 +309,19 @@ class Choices:
         fixed = candidate.served_bytes(self.tables).total - candidate.served_bytes(pruned).total
         room = self.budget - fixed
 
-        def at(step: int) -> Candidate:
-            return replace(candidate, levels=dict.fromkeys(self.prunable, step / _STEPS))
+        rows = {table.name: table.shape[0] for table in pruned}
 
-        # Bytes never grow with the level. The last step, level 1, is left out: a table keeps at
-        # least one row.
-        lowest = bisect_left(
-            range(_STEPS - 1), True, key=lambda step: at(step).served_bytes(pruned).total <= room
+        def without(removed: Mapping[str, int]) -> Candidate:
+            levels = {name: removed[name] / max(rows[name], 1) for name in rows}
+            return replace(candidate, levels=levels)
+
+        # As sparsify(budget=) does: a table keeps at least one row.
+        removed = fewest_removed(
+            rows,
+            {name: max(count - 1, 0) for name, count in rows.items()},
+            lambda removed: without(removed).served_bytes(pruned).total <= room,
         )
-        # Rounded to whole rows.
-        levels = {table.name: at(lowest).level(table) for table in pruned}
-        return self._priced("rows", replace(candidate, levels=levels))
+        return self._priced("rows", without(removed))
 
     def _has_its_dtype(self, choice: Choice) -> bool:
         """Return False for codes that no table can have: all would be int4."""

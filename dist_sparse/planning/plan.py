@@ -2,8 +2,8 @@
 
 From the top: :class:`Plan`, the result, which prints itself; :func:`plan`, which lists what fits
 (:class:`~dist_sparse.planning.candidates.Choices`); the rules that recommend candidates; the checks
-of arguments; the code that is printed for a candidate; and :func:`rows_by_reads`, which counts the
-rows that training never or hardly read.
+of arguments; and the code that is printed for a candidate. Rows that training never or hardly read
+are counted by :mod:`dist_sparse.planning.reads`.
 
 The rules come from measurements at equal bytes, against int8 and small dense tables: two-tower
 models on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets
@@ -11,25 +11,20 @@ disagree there is no rule: several candidates are recommended, to be measured.
 """
 
 import glob
-import math
 import pprint
 import textwrap
-from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from dist_sparse import checks
-from dist_sparse.compaction.moving import gather_rows
-from dist_sparse.enforcer.dense import Optimizers, leaves, same_storage, stepped_by, sums_of
-from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.groups import world_group
+from dist_sparse.ids.share import Share
+from dist_sparse.optimizers import Optimizers
 from dist_sparse.planning.candidates import (
     BY_COLUMN,
     CODED,
@@ -40,11 +35,15 @@ from dist_sparse.planning.candidates import (
     TableShape,
     shape_of,
 )
-from dist_sparse.rotation.rotate import Rotate, rotation_groups
+from dist_sparse.planning.reads import RowsByReads, rows_by_reads, unread_share
+from dist_sparse.tables.bases import TableGroups, rotation_groups
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import Rect, ShardedData
+from dist_sparse.tables.shards import FUSED, ShardedData
 from dist_sparse.text import count, number_of, percent, printable, size, table_lines
-from dist_sparse.training.arguments import dense_bytes, parse_budget
+from dist_sparse.training.arguments import budget_bytes, dense_bytes
+
+# Names of tables that a line of text shows.
+_MOST_NAMES = 8
 
 _LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated columns"}
 
@@ -56,24 +55,39 @@ class Plan:
     Args:
         budget: bytes.
         tables: names, shapes and dtypes of the tables, in the order of the model.
-        untouched: number of rows that training has never touched, by table; tables without Adagrad
-            sums are missing.
+        untouched: number of rows that training has never touched, by table, where the state of
+            optimizers tells.
         hardly_read: number of other rows whose sum of squared gradients is below a tenth of the
-            mean of its table's touched rows, by table. Of columns and column shards with sums of
-            their own, a row's largest counts, so it depends a little on the sharding.
+            mean of its table's touched rows, by table, where Adagrad has summed these. Of columns
+            and column shards with sums of their own, a row's largest counts, so it depends a little
+            on the sharding.
+        unknown: why ``untouched`` and ``hardly_read`` lack a table of a model, by table.
+        records: what tells of the tables in ``untouched``, and which steps that covers, as text.
+        doubts: why nothing shows that the record covers the training, of tables in ``untouched``
+            that would lose rows: ``remove_untouched`` takes them with ``trust_record=True`` alone.
+        reads_zeros: which lookups of the batches would read a removed row if the rows of
+            ``untouched`` were removed. None without batches.
         choices: the candidates. Candidates with all columns are listed whether or not they fit.
         recommended: the one to use, or several to be measured. Empty if nothing fits, or if the
             tables fit as they are.
         why: reason for the recommendation.
+        stepped: the tables that an optimizer outside of the model steps: printed code passes it.
+        all_tables: whether the model has no other tables.
     """
 
     budget: int
     tables: tuple[TableShape, ...]
     untouched: Mapping[str, int]
     hardly_read: Mapping[str, int]
+    unknown: Mapping[str, str]
+    records: Mapping[str, str]
+    doubts: Mapping[str, str]
+    reads_zeros: Share | None
     choices: tuple[Choice, ...]
     recommended: tuple[Choice, ...]
     why: str
+    stepped: tuple[str, ...]
+    all_tables: bool
 
     @property
     def dense_bytes(self) -> int:
@@ -85,6 +99,7 @@ class Plan:
         return vars(self) | {
             "dense_bytes": self.dense_bytes,
             "tables": [asdict(table) | {"dtype": str(table.dtype)} for table in self.tables],
+            "reads_zeros": self.reads_zeros and asdict(self.reads_zeros),
             "choices": list(map(_choice_json, self.choices)),
             "recommended": list(map(_choice_json, self.recommended)),
         }
@@ -104,7 +119,7 @@ class Plan:
         ]
         for number, choice in enumerate(self.recommended, start=1):
             lines += ["", f"{number}. {self._label(choice)}, {choice.candidate.dtype}:"]
-            lines += _code_lines(choice.candidate, self.tables)
+            lines += self._code_lines(choice.candidate)
         return "\n".join(lines)
 
     def _cells(self, choice: Choice) -> list[str]:
@@ -135,54 +150,141 @@ class Plan:
 
     def _reads_lines(self) -> list[str]:
         """Return how many rows of each table were never or hardly read, where that is known."""
-        lines = []
-        text = "Rows never read: unknown; a trained model's Adagrad would tell."
+        lines, examples = [], ""
+        text = "Rows never read: unknown; the optimizer of a trained model would tell."
         if self.untouched:
+            columns: dict[str, Mapping[str, Any]] = {
+                "never read": self.untouched,
+                "hardly read": self.hardly_read,
+            }
+            text = "Never read: removing these rows is lossless on the training data"
+            text += ", if the record covers it." if self.doubts else "."
+            if self.hardly_read:
+                text += (
+                    " Hardly read: less than a tenth of the table's mean sum of squared gradients."
+                )
+            share = self.reads_zeros
+            if share is not None:
+                columns["reads zeros"] = share.shares
+                text += " Reads zeros: the share of the batches' lookups that read rows never read."
+                examples = f"{share.examples_text} would read zeros."
             rows = []
             for table in self.tables:
-                name = table.name
-                if name in self.untouched:
-                    numbers = table.shape[0], self.untouched[name], self.hardly_read[name]
-                    rows.append([printable(name), *map(count, numbers)])
-            head = ("table", "rows", "never read", "hardly read")
+                cells = [column.get(table.name, "unknown") for column in columns.values()]
+                rows.append([printable(table.name), *map(_cell, (table.shape[0], *cells))])
+            head = ("table", "rows", *columns)
             lines = [*table_lines(head, rows, right=range(1, len(head))), ""]
-            text = (
-                "Never read: removing these rows is lossless on the training data."
-                " Hardly read: less than a tenth of the table's mean sum of squared gradients."
+        for names, record in self._by_text(self.records):
+            lines += textwrap.wrap(f"Record of {names}: {record}.", 79)
+        lines += [*textwrap.wrap(text, 79), *filter(None, [examples]), ""]
+        for names, reason in self._by_text(self.doubts):
+            nothing = f"Nothing shows that the record covers the training of {names}: {reason}."
+            lines += [*textwrap.wrap(nothing, 79), ""]
+        for names, reason in self._by_text(self.unknown):
+            lines += [*textwrap.wrap(f"Unknown of {names}: {reason}.", 79), ""]
+        return lines
+
+    def _by_text(self, texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Yield each text once, after the names of the tables that it is of."""
+        by_text: dict[str, list[str]] = defaultdict(list)
+        for table in self.tables:
+            if table.name in texts:
+                by_text[texts[table.name]].append(printable(table.name))
+        for text, names in by_text.items():
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            yield f"{', '.join(names[:_MOST_NAMES])}{more}", text
+
+    def _code_lines(self, candidate: Candidate) -> list[str]:
+        """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``,
+        after ``import dist_sparse as ds``: most scripts of TorchRec have a ``plan`` of their
+        own."""
+        # By default, sparsify() leaves these tables dense.
+        small = {table.name for table in self.tables if table.shape[0] < 16}
+        # Required, but it has no effect on fused tables.
+        optimizer = "optimizer" if self.stepped else "[]"
+        lines, sparse = [], "None"
+        if candidate.groups:
+            groups = _code([*map(list, candidate.groups)])
+            level = f"level={1 - candidate.columns:.6g}"
+            few = small.intersection(chain(*candidate.groups))
+            lines.append("from dist_sparse.extras.rotation import Rotation")
+            lines += _sparsify_lines(few, optimizer, level, f"rotate=Rotation({groups})")
+            lines += [
+                "model = ds.compact(model, sparse)",
+                "# then train on; a sharded model has a new model.fused_optimizer. With Adam,",
+                '# which has state for each weight, advanced needs optimizer_state="reset"',
+            ]
+        elif candidate.columns < 1:
+            widths = dict.fromkeys(str(candidate.shape(table)[1]) for table in self.tables)
+            lines.append(f"# of a model that was trained with embedding_dim={', '.join(widths)}")
+        if candidate.levels:
+            lines += self._removal_lines(candidate.levels)
+            sparse = "removed"
+        if candidate.dtype in CODED:
+            codes = {table.name: code for table in self.tables if (code := candidate.codes(table))}
+            text = f"codes={_code(codes)}"
+            lines.append(
+                "# better: from half of the training on, with coded.step() after each step"
             )
-        return [*lines, *textwrap.wrap(text, 79), ""]
+            lines.append("from dist_sparse.extras.codes import quantize")
+            lines += _call("coded = quantize", "model", optimizer, text, "begin=0", "end=0")
+            lines.append("coded.step()")
+            sparse = "coded"
+        how = _EXPORTS.get(candidate.dtype, f'dtype="{candidate.dtype}"')
+        return [*lines, f'ds.export(model, {sparse}, "served", {how})']
+
+    def _removal_lines(self, levels: Mapping[str, float]) -> list[str]:
+        """Return the code that removes the rows never read of some tables."""
+        lines, arguments = [], ["model"]
+        if levels.keys() & set(self.stepped):
+            arguments.append("optimizer")
+        losing = {name for name, rows in self.untouched.items() if rows}
+        if not self.all_tables or self.unknown or losing - levels.keys():
+            # It takes globs.
+            arguments.append(f"include={_code([*map(glob.escape, levels)])}")
+        if levels.keys() & self.doubts.keys():
+            lines.append("# trust_record: you say that the record covers the whole training")
+            arguments.append("trust_record=True")
+        return [*lines, *_call("removed = ds.remove_untouched", *arguments)]
 
 
 def plan(
     model: nn.Module | Mapping[str, tuple[int, int]],
     budget: float | str,
     *,
-    rotate: Rotate | None = None,
+    rotate: TableGroups | None = None,
     optimizer: Optimizers | None = None,
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
+    batches: Iterable[Any] | None = None,
 ) -> Plan:
     """Return candidates within a byte budget for a model's tables, and which one to use. The model
     does not change. Collective: every rank of the world must call it.
 
     Dtypes of 32, 16, 8 and 4 bits, 4 bits with a scale for each column, and codes of 2, 4 and 8
     columns are combined with widths that are multiples of 4 columns, and, but for codes, with the
-    removal of rows that training has never touched, which is lossless. Bytes are counted as a
-    server holds them: weights, scales, books, indexes of kept rows, and bases that rotate outputs
-    back. No weights are read, and no quality is predicted: recommendations follow rules that were
+    removal of rows that training has never touched, which is lossless. Weights are read of these
+    rows alone, as a proof that they were never trained; where they prove nothing, the plan says so.
+    Bytes are counted as a server holds them: weights, scales, books, indexes of kept rows, and
+    bases that rotate outputs back. No quality is predicted: recommendations follow rules that were
     measured on other models. Where a rule depends on the data, several candidates are recommended,
     to be measured.
 
     Args:
         model: as it was trained, wrapped or not; or ``(rows, columns)`` of float32 tables by name.
-        budget: bytes, or a share of the tables' bytes: ``"10%"``, or a float, 0.1.
-        rotate: tables that may be narrowed by a rotation, as in :func:`~dist_sparse.rotate`: groups
+        budget: bytes, ``4096`` or ``"512MiB"``, or a share of the tables' bytes, ``0.1`` or
+            ``"10%"``, as on the command line.
+        rotate: tables that may be narrowed by a rotation (``dist_sparse.extras.rotation``): groups
             of tables that are read only by dot products between them, or ``"table"``.
         optimizer: the optimizer that steps tables that are not fused, or a sequence of several. If
-            tables are stepped by an Adagrad, fused or not, the rows that training has never touched
-            are known.
+            tables are stepped by Adagrad, Adam, AdamW or RMSprop, the rows that training has never
+            touched are known; not if weight decay or a loss term writes whole tables.
         include: globs over table names and fully qualified names; None is every table.
         exclude: globs of tables to leave out, which are not counted.
+        batches: lookups that the model must answer, such as its test data, as in
+            :func:`~dist_sparse.count_lookups`; every rank passes its own. The plan tells
+            which share of them, and of the examples, would read zeros if the rows that training
+            has never touched were removed.
 
     Raises:
         ValueError: an argument is invalid, or differs between ranks; on every rank.
@@ -203,19 +305,21 @@ def plan(
     """
     world = world_group()
     with world.agreeing("plan()") as facts:
-        limit = parse_budget(budget)
+        limit = checks.parse_budget(budget)
         located: list[ShardedData] = []
         if isinstance(model, nn.Module):
             located = ModelTables(model, include=include, exclude=exclude, slots=True).locate()
             _refuse_following(model, located)
             tables = tuple(map(shape_of, located))
-        elif (include, exclude, optimizer) != (None, None, None):
+            stepped = tuple(data.name for data in located if data.kernel not in FUSED)
+        elif any(given is not None for given in (include, exclude, optimizer, batches)):
             raise ValueError(
-                "Invalid include, exclude or optimizer: "
+                "Invalid include, exclude, optimizer or batches: "
                 "they are for models, not for shapes of tables."
             )
         else:
             tables = _parse_shapes(model)
+            stepped = tuple(table.name for table in tables)
         groups = _rotated_groups(rotate, tables)
         checks.refuse(
             {"The tables have no rows: there is nothing to plan.": not dense_bytes(tables)}
@@ -223,23 +327,32 @@ def plan(
         # Ranks that plan for different tables or budgets would recommend different candidates.
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate"] = [limit, groups]
-    untouched, hardly_read = dict[str, int](), dict[str, int]()
+        facts["batches are given"] = batches is not None
+    reads, share = RowsByReads(), None
     # Outside of the block above: counting rows communicates.
     if isinstance(model, nn.Module):
-        untouched, hardly_read = rows_by_reads(model, located, optimizer)
-    # parse_budget() returns a share as a float, and bytes as an int.
-    budget_bytes = math.floor(limit * dense_bytes(tables)) if isinstance(limit, float) else limit
-    choices = Choices(tables=tables, budget=budget_bytes, groups=groups, untouched=untouched)
+        with world.jointly("plan()"):
+            reads = rows_by_reads(model, located, optimizer)
+            if batches is not None:
+                share = unread_share(located, reads, batches)
+    room = budget_bytes(limit, dense_bytes(tables))
+    choices = Choices(tables=tables, budget=room, groups=groups, untouched=reads.never)
     candidates = tuple(choices.all())
     recommended, why = _recommend(choices, candidates)
     return Plan(
-        budget=budget_bytes,
+        budget=room,
         tables=tables,
-        untouched=untouched,
-        hardly_read=hardly_read,
+        untouched=reads.never,
+        hardly_read=reads.hardly,
+        unknown=reads.unknown,
+        records=reads.records,
+        doubts=reads.doubts,
+        reads_zeros=share,
         choices=candidates,
         recommended=recommended,
         why=why,
+        stepped=stepped,
+        all_tables=include is None and exclude is None,
     )
 
 
@@ -408,6 +521,10 @@ def _rotated_groups(rotate: Any, tables: Sequence[TableShape]) -> Groups:
 # A candidate as JSON, and as code to paste.
 
 
+def _cell(value: int | str) -> str:
+    return value if isinstance(value, str) else count(value)
+
+
 def _choice_json(choice: Choice) -> dict[str, Any]:
     values = asdict(choice)
     # A property: asdict() leaves it out.
@@ -423,58 +540,19 @@ _EXPORTS = {
 }
 
 
-def _code_lines(candidate: Candidate, tables: Sequence[TableShape]) -> list[str]:
-    """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``."""
-    # By default, sparsify() leaves these tables dense.
-    small = {table.name for table in tables if table.shape[0] < 16}
-    lines, sparse = [], "None"
-    if candidate.groups:
-        groups = _code([*map(list, candidate.groups)])
-        level = f"level={1 - candidate.columns:.6g}"
-        few = small.intersection(chain(*candidate.groups))
-        lines += _sparsify_lines(few, level, 'block="col"', f"rotate={groups}")
-        lines += [
-            "model = compact(model, sparse)",
-            "# then train on; a sharded model has a new model.fused_optimizer. With Adam,",
-            '# which has state for each weight, add optimizer_state="reset"',
-        ]
-    elif candidate.columns < 1:
-        widths = dict.fromkeys(str(candidate.shape(table)[1]) for table in tables)
-        lines.append(f"# of a model that was trained with embedding_dim={', '.join(widths)}")
-    if candidate.levels:
-        # sparsify() reads names as globs.
-        include = f"include={_code([*map(glob.escape, candidate.levels)])}"
-        few = small.intersection(candidate.levels)
-        lines += _sparsify_lines(few, 'level="untouched"', include, 'block="row"')
-        sparse = "sparse"
-    if candidate.dtype in CODED:
-        codes = {table.name: code for table in tables if (code := candidate.codes(table))}
-        text = _code(codes)
-        lines.append("# better: from half of the training on, with coded.step() after each step")
-        lines += _call(
-            "coded = quantize", "model", "optimizer", f"codes={text}", "begin=0", "end=0"
-        )
-        lines.append("coded.step()")
-        sparse = "coded"
-    how = _EXPORTS.get(candidate.dtype, f'dtype="{candidate.dtype}"')
-    return [*lines, f'export(model, {sparse}, "served", {how})']
-
-
 def _code(value: object) -> str:
     return pprint.pformat(value, width=66, compact=True, sort_dicts=False)
 
 
-def _sparsify_lines(small: Set[str], *arguments: str) -> list[str]:
-    """Return a call of sparsify(), and the step that removes.
+def _sparsify_lines(small: Set[str], optimizer: str, level: str, rotate: str) -> list[str]:
+    """Return a call of sparsify() that removes columns, and the step that does it.
 
     Args:
         small: tables to prune that have too few rows for the default of ``min_rows``.
     """
-    ending = ["end=0", "min_rows=0"] if small else ["end=0"]
-    return [
-        *_call("sparse = sparsify", "model", "optimizer", *arguments, *ending),
-        "sparse.step()",
-    ]
+    more = f"{rotate}, min_rows=0" if small else rotate
+    arguments = [level, 'block="col"', "end=0", f"advanced=ds.Advanced({more})"]
+    return [*_call("sparse = ds.sparsify", "model", optimizer, *arguments), "sparse.step()"]
 
 
 def _call(what: str, *arguments: str) -> list[str]:
@@ -484,133 +562,3 @@ def _call(what: str, *arguments: str) -> list[str]:
         return [line]
     parts = ",\n".join(arguments)
     return [f"{what}(", textwrap.indent(f"{parts},", "    "), ")"]
-
-
-# ------------------------------------------------------------------------------
-# Rows that training has never touched: removing them changes no prediction on training ids.
-
-# Adagrad's sums of squared gradients of a shard, and their initial value, by the shard's address.
-Sums = dict[int, tuple[Tensor, float]]
-
-
-def rows_by_reads(
-    model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return how many rows no gradient has reached, and hardly any, by table, for tables that
-    Adagrad steps.
-
-    Collective over the world. Adagrad's sums of squares never shrink, so a sum of 0 is a row that
-    no batch has looked up, or only with gradients of 0. A table without any other row is left out:
-    it was not trained, or its weights were loaded without the sums. So is a table whose sums begin
-    above 0, where they absorb small gradients.
-
-    Args:
-        model: holds the tables, and the optimizers of fused ones.
-        located: the tables.
-        optimizer: the optimizer that steps the other tables, or a sequence of several.
-
-    Raises:
-        ValueError: something in ``optimizer`` is no optimizer.
-    """
-    world = world_group()
-    with world.agreeing("plan()"):
-        # Fused sums come last and win: an optimizer may list fused tables, which it never steps.
-        sums = _optimizer_sums(located, optimizer) | fused_sums(model)
-        totals = [_total(data, sums) for data in located]
-    # A table counts only if each rank has the sums of all its shards.
-    floors = _floors(located, world.all_gather_json(totals))
-    by_ranks: dict[tuple[int, ...], list[ShardedData]] = defaultdict(list)
-    for data in located:
-        ranks = data.ranks or (world.rank,)
-        # Only the ranks that hold a table take part in its gather.
-        if world.rank in ranks and data.name in floors:
-            by_ranks[ranks].append(data)
-    never, hardly = dict[str, int](), dict[str, int]()
-    # Over the world, because a table of a few ranks reports errors to these alone.
-    with world.agreeing("plan()"):
-        # All ranks use one order, or groups that overlap would wait for each other.
-        for ranks in sorted(by_ranks):
-            tables = by_ranks[ranks]
-            touched = gather_rows(tables, partial(_flags, sums, {}), _reported_rects)
-            often = gather_rows(tables, partial(_flags, sums, floors), _reported_rects)
-            for name, read in touched.items():
-                # If no row was touched, the sums carry no information.
-                if read.any():
-                    never[name] = int((~read).sum())
-                    hardly[name] = int((~often[name]).sum()) - never[name]
-    # Ranks that share a table have counted the same. Of a model that is not wrapped, each rank has
-    # counted its own copy: the first one's counts.
-    by_rank = world.all_gather_json([never, hardly])
-    never, hardly = map(dict, starmap(ChainMap, zip(*by_rank, strict=True)))
-    return never, hardly
-
-
-def _optimizer_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
-    """Return the sums that the given optimizers have for this rank's shards."""
-    sums: Sums = {}
-    weights = [shard.tensor for data in located for shard in data.shards]
-    for leaf in leaves([*filter(None, tree_leaves(optimizer))]):
-        parameters = stepped_by(leaf)
-        indices_of = same_storage(parameters)
-        for weight in weights:
-            # A shard is a view of its parameter: only their memory shows that they belong together.
-            for index in indices_of(weight):
-                state = sums_of(leaf, parameters[index], weight)
-                if state is not None and state[1] == 0:
-                    sums[weight.data_ptr()] = state
-    return sums
-
-
-def _total(data: ShardedData, sums: Sums) -> tuple[float, int] | None:
-    """Return the sum over the rows of this rank's shards, and how many of these are not 0; None if
-    a shard has no sums."""
-    total, touched = 0.0, 0
-    for rect, weight in data.shards:
-        # The address of an empty shard is 0: it has no row that could be untouched.
-        if weight.data_ptr() not in sums.keys() | {0}:
-            return None
-        rows = _row_sums(sums, data, rect)
-        # One sum that overflowed would be more than all others.
-        rows = rows[rows.isfinite()]
-        total += float(rows.sum(dtype=torch.float64))
-        touched += int(rows.count_nonzero())
-    return total, touched
-
-
-def _floors(located: Sequence[ShardedData], totals: Sequence[Any]) -> dict[str, float]:
-    """Return the sum below which a row was hardly read, by table, for tables whose sums are known.
-
-    Args:
-        totals: what :func:`_total` returned for each table, by rank.
-    """
-    floors = {}
-    for data, parts in zip(located, zip(*totals, strict=True), strict=True):
-        if None not in parts:
-            total, touched = map(sum, zip(*parts, strict=True))
-            # A tenth of the mean.
-            floors[data.name] = total / 10 / max(touched, 1)
-    return floors
-
-
-def _reported_rects(data: ShardedData, rank: int) -> Sequence[Rect]:
-    """Return the rectangles that a rank reports: all of a copy that trains apart, since each copy
-    sees other batches; otherwise those that it owns, so that one replica reports for all."""
-    return data.tiling[rank] if data.copied else data.owned(rank)
-
-
-def _flags(sums: Sums, floors: Mapping[str, float], data: ShardedData, rect: Rect) -> Tensor:
-    """Return flags of the rows of a shard whose sum of squares is neither 0 nor below the floor of
-    its table: bool ``(rect.rows,)`` on the CPU."""
-    rows = _row_sums(sums, data, rect)
-    # Not `rows >= floor`, which is False for NaN: a row that diverged was read.
-    return ((rows != 0) & ~(rows < floors.get(data.name, 0.0))).cpu()
-
-
-def _row_sums(sums: Sums, data: ShardedData, rect: Rect) -> Tensor:
-    """Return the sum of squares of each row of a shard, ``(rect.rows,)``: the largest of its
-    columns if each has its own."""
-    if not rect.numel:
-        return torch.zeros(rect.rows)
-    weight = dict(data.shards)[rect]
-    total, _ = sums[weight.data_ptr()]
-    return total.reshape(rect.rows, -1).amax(1)

@@ -107,22 +107,26 @@ class ReadyDataScheduler(BaseDataScheduler):
         Restore the sparsifier first. Collective over all ranks: every rank must call it. On an
         error nothing has changed.
         """
-        _, commit = self.prepare_load(state_dict)
-        commit()
+        self.prepare_load(state_dict)()
 
-    def prepare_load(
-        self, state_dict: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Callable[[], None]]:
+    def prepare_load(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         """Check a state on all ranks without changing anything. Collective over all ranks.
 
         Returns:
-            The values in force at the step of the state, by name, and the function that restores
-            the state. It is local and cannot fail.
+            The function that restores the state. It is local and cannot fail.
 
         Raises:
             ValueError: the state is invalid on some rank, or ranks have different ones; on every
                 rank.
         """
+        _, commit = self.prepare_values(state_dict)
+        return commit
+
+    def prepare_values(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Callable[[], None]]:
+        """Return the values in force at the step of a state, by name, and :meth:`prepare_load`.
+        Collective over all ranks."""
         # The state is loaded into a copy, whose attributes this scheduler takes once all ranks
         # agree. Until then it has not changed.
         loaded = copy.copy(self)
@@ -140,7 +144,9 @@ class ReadyDataScheduler(BaseDataScheduler):
         def commit() -> None:
             # The copy is shallow: both have the same sparsifier.
             self.__dict__.update(loaded.__dict__)
-            self._apply(values)
+            # The sparsifier's own load may have replaced plain data since.
+            known = values.keys() & self.data_sparsifier.data_groups.keys()
+            self._apply({name: values[name] for name in known})
 
         return values, commit
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from dist_sparse.checks import from_json, integer, plain, to_json
-from dist_sparse.groups import Facts, ranks_text, warn_on_first_rank, world_group
+from dist_sparse.groups import Facts, warn_on_first_rank, world_group
+from dist_sparse.messages import ranks_text
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 

@@ -19,6 +19,7 @@ import glob
 import json
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -65,7 +66,7 @@ class Opened(Generic[AnyManifest]):
     """The manifest and the mapped tensors of an artifact or a delta.
 
     The file of the tables has the size and the header that follow from the manifest. Whether
-    a delta fits an artifact is for :func:`~dist_sparse.serving.chain.open_next` to check.
+    a delta fits an artifact is for :func:`~dist_sparse.serving.chain.refuse_unordered` to check.
 
     Args:
         path: the folder.
@@ -131,13 +132,16 @@ class Opened(Generic[AnyManifest]):
         return {name: self._tensors[f"{table}.{name}"] for name in names}
 
 
-def open_artifact(path: StrPath, kind: Any = Manifest, *, verify: bool = True) -> Opened[Any]:
+def open_artifact(
+    path: StrPath, kind: Any = Manifest, *, verify: bool = True, text: bytes | None = None
+) -> Opened[Any]:
     """Open the folder that :func:`dist_sparse.export` wrote.
 
     Args:
         path: the folder.
         kind: :class:`Manifest`, or :class:`Delta` for a folder of ``export(since=)``.
         verify: whether to verify all bytes, or only the manifest and the sizes.
+        text: what :func:`manifest_text` has read there.
 
     Raises:
         ValueError: the folder is no artifact (or delta), unfinished, damaged, or of another
@@ -145,16 +149,28 @@ def open_artifact(path: StrPath, kind: Any = Manifest, *, verify: bool = True) -
         OSError: a file can't be read.
     """
     folder = Path(path)
+    if text is None:
+        text = manifest_text(folder)
+    with refusing(folder / MANIFEST):
+        manifest = kind.from_text(text.decode())
+    opened: Opened[Any] = Opened(folder, manifest)
+    return opened.verify() if verify else opened
+
+
+def manifest_text(folder: Path) -> bytes:
+    """Return the bytes of the manifest in a folder.
+
+    Raises:
+        ValueError: the folder is no artifact or delta, or unfinished, or the file is too large.
+        OSError: it can't be read.
+    """
     file = folder / MANIFEST
     unfinished = f"{folder} is an unfinished export: delete it, and export again."
     missing = f"{folder} holds no artifact: there is no {MANIFEST}."
     refuse({unfinished: folder.name.endswith(PARTIAL), missing: not file.is_file()})
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{file} is refused: it has more than {_MOST_BYTES} bytes.")
-    with refusing(file):
-        manifest = kind.from_text(file.read_bytes().decode())
-    opened: Opened[Any] = Opened(folder, manifest)
-    return opened.verify() if verify else opened
+    return file.read_bytes()
 
 
 class ArtifactWriter(contextlib.AbstractContextManager[Any]):
@@ -293,9 +309,19 @@ def _remove_leftovers(path: Path) -> None:
     """Remove the folders of killed exports to the same path. A running export holds a lock."""
     name = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}{PARTIAL}"
     for folder in path.parent.glob(name):
-        with contextlib.suppress(OSError), open(folder / TABLES, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
+        file = folder / TABLES
+        # Exports leave folders and regular files. A link is not followed, and opening a named pipe
+        # would wait for its writer.
+        with contextlib.suppress(OSError):
+            if stat.S_ISDIR(folder.lstat().st_mode) and stat.S_ISREG(file.lstat().st_mode):
+                with open(file, "rb", opener=_open_itself) as opened:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+
+
+def _open_itself(file: str, flags: int) -> int:
+    """Open a file, and nothing that took its place since it was looked at."""
+    return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _map_tensors(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:

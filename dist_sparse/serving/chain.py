@@ -5,6 +5,9 @@ A removed id must serve exactly 0. Kept weights must be bit-equal (float32, floa
 a step of their row's grid, or at the nearest step of their column's grid; zeros stay exactly 0.
 """
 
+from __future__ import annotations
+
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,7 @@ from dist_sparse.serving.artifact import (
     checksum,
     ids_in,
     ids_of,
+    manifest_text,
     open_artifact,
     rows_of,
 )
@@ -198,29 +202,77 @@ class Chain:
         return MappedTable(self.artifact, name, self.deltas)
 
 
-def open_next(path: StrPath, before: Manifest, base: str, *, verify: bool = True) -> Opened[Delta]:
-    """Open a delta, and verify its files and that it follows an artifact.
+def refuse_unordered(opened: Opened[Delta], before: Manifest, base: str) -> None:
+    """Refuse a delta that does not follow an artifact.
 
     Args:
-        path: the folder.
         before: the manifest of that artifact.
         base: the hash of the artifact that the chain began with, for the message.
-        verify: as in :func:`open_artifact`.
 
     Raises:
-        ValueError: it is damaged, out of order, or of another base; names it.
+        ValueError: it is out of order, or of another base; names it.
     """
-    opened: Opened[Delta] = open_artifact(path, Delta, verify=verify)
-    delta = opened.manifest
+    path, delta = opened.path, opened.manifest
     if delta.previous != before.hash:
         kind = "out of order" if delta.base == base else "of another base"
         raise ValueError(
             f"{path} is refused: the delta is {kind}: it follows artifact {delta.previous[:12]} of"
             f" base {delta.base[:12]}, and this is artifact {before.hash[:12]} of base {base[:12]}."
         )
-    # export() has checked this too, but a crafted delta may name any hash.
-    refuse_changed(before, delta.artifact)
-    return opened
+
+
+class Deltas:
+    """Opens deltas for the collections of one load: the first one that applies a delta reads and
+    verifies it, and the others get the same tensors.
+
+    Which delta is in a folder is read each time. The last delta is kept in memory until each
+    collection has got it, or another delta is opened.
+
+    Args:
+        collections: how many collections the load has.
+    """
+
+    def __init__(self, collections: int = 1) -> None:
+        self._collections = collections
+        self._lock = threading.Lock()
+        # The last delta, the bytes of its manifest, and how many collections have not got it.
+        self._last: Opened[Delta] | None = None
+        self._text, self._left = b"", 0
+
+    def __reduce__(self) -> tuple[type[Deltas], tuple[()]]:
+        # Locks can't be copied or pickled. A copy of a collection applies its deltas alone.
+        return Deltas, ()
+
+    def open(self, path: Path, before: Manifest, base: str) -> Opened[Delta]:
+        """Return a delta that follows an artifact, verified and read into memory: the file may be
+        overwritten before its rows are moved.
+
+        Args:
+            path: the folder.
+            before: the manifest of that artifact.
+            base: as in :func:`refuse_unordered`.
+
+        Raises:
+            ValueError: it is damaged, out of order, or of another base; names it.
+            OSError: a file can't be read.
+        """
+        with self._lock:
+            text = manifest_text(path)
+            opened = self._last
+            # Equal manifests hold equal checksums of all tensors.
+            if opened is None or text != self._text:
+                opened = open_artifact(path, Delta, verify=False, text=text)
+                refuse_unordered(opened, before, base)
+                # export() has checked this too, but a crafted delta may name any hash.
+                refuse_changed(before, opened.manifest.artifact)
+                opened.read().verify()
+                self._text, self._left = text, self._collections
+            else:
+                # The hash is that of the artifact that the first collection compared.
+                refuse_unordered(opened, before, base)
+            self._left -= 1
+            self._last = opened if self._left else None
+            return opened
 
 
 def open_chain(base: StrPath, *deltas: StrPath, verify: bool = True) -> Chain:
@@ -237,7 +289,9 @@ def open_chain(base: StrPath, *deltas: StrPath, verify: bool = True) -> Chain:
     chain = Chain(open_artifact(base, verify=verify))
     base_hash = chain.manifest.hash
     for path in deltas:
-        delta = open_next(path, chain.manifest, base_hash, verify=verify)
+        delta = open_artifact(path, Delta, verify=verify)
+        refuse_unordered(delta, chain.manifest, base_hash)
+        refuse_changed(chain.manifest, delta.manifest.artifact)
         chain = Chain(chain.artifact, (*chain.deltas, delta))
     return chain
 

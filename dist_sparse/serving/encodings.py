@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dist_sparse.codes.books import ENTRIES, LARGEST_HALF, decode_books
+from dist_sparse.serving.books import ENTRIES, LARGEST_HALF, decode_books
 
 Dtype = Literal["fp32", "fp16", "int8", "int4", "codes"]
 # The tensors of a table by name, as in Table.layout().

@@ -10,44 +10,32 @@ files depend only on weights and masks, not on the sharding or the number of ran
 """
 
 import os
-import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 import dist_sparse
-from dist_sparse.checks import choice, hex_of, refuse
-from dist_sparse.codes.quantize import CodedTraining, sparsifier_or_empty
+from dist_sparse.checks import choice, refuse
 from dist_sparse.groups import Group, world_group
-from dist_sparse.masking.masks import places_of, positions
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
     Folders,
     StrPath,
     absolute_path,
-    all_kept,
-    bytes_of,
     check_new,
-    checksum,
     folders_of,
-    memory_of,
-    rows_of,
-    sum_of_rows,
-    words_of,
 )
-from dist_sparse.serving.chain import Chain, MappedTable, compare_rows, open_chain
+from dist_sparse.serving.chain import Chain, compare_rows, open_chain
+from dist_sparse.serving.comparing import ComparingWriter
 from dist_sparse.serving.encodings import (
     ENCODINGS,
     ColumnSpread,
     Dtype,
-    Tensors,
-    chunks,
     encode,
 )
 from dist_sparse.serving.manifest import (
@@ -55,8 +43,6 @@ from dist_sparse.serving.manifest import (
     Delta,
     Manifest,
     Scale,
-    Table,
-    TableDelta,
     delta_summary,
     refuse_changed,
     summary,
@@ -72,6 +58,7 @@ from dist_sparse.serving.sources import (
     refuse_replaced,
     registered_tables,
     served_tables,
+    sparsifier_or_empty,
     with_changes,
 )
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -107,9 +94,35 @@ class Exported:
         return str(self.path)
 
 
+@runtime_checkable
+class Coded(Protocol):
+    """Tables that are looked up through codes, such as :func:`~dist_sparse.extras.codes.quantize`
+    returns.
+
+    Attributes:
+        sparsifier: the owner of the masks of the same tables.
+        books: the books of each table, float16 ``(groups, 256, columns of a group)``.
+    """
+
+    @property
+    def sparsifier(self) -> BaseDataSparsifier: ...
+
+    @property
+    def books(self) -> Mapping[str, Tensor]: ...
+
+    def located(self) -> list[ShardedData]:
+        """Return the tables that have codes, as they are stored now. Local."""
+        ...
+
+    def coded(self) -> Mapping[str, ShardedData]:
+        """Return their codes, as tables of bytes ``(rows, groups)``, sharded like the weights.
+        Local."""
+        ...
+
+
 def export(
     model: nn.Module,
-    sparse: SparseTraining | BaseDataSparsifier | CodedTraining | None,
+    sparse: SparseTraining | BaseDataSparsifier | Coded | None,
     path: StrPath,
     dtype: Dtype = "fp32",
     scale: Scale = "row",
@@ -125,6 +138,11 @@ def export(
     removed ones, at any moment of training. Every weight is compared with what its written bytes
     decode to, and the files are read back before the folder gets its name.
 
+    The manifest records whether training read the weights of a batch: a sharded collection that is
+    not weighted does if there are some. The served module does the same, or refuses the batch. It
+    also refuses batches whose sizes differ by feature, or with inverse indices, which the model
+    does not show here.
+
     No rank holds more of a table than its own shards and a few chunks of 8 MiB. The model is not
     changed, except that removed weights are zeroed by an attached enforcer.
 
@@ -133,7 +151,7 @@ def export(
             module.
         sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model whose
             removed rows :func:`~dist_sparse.compact` took out, or that has none. What
-            :func:`~dist_sparse.quantize` returned has its tables stored as codes.
+            :func:`~dist_sparse.extras.codes.quantize` returned has its tables stored as codes.
         path: the new folder, whose missing parents are made; the same on every rank. Only rank 0
             writes to it.
         dtype: how weights are stored. ``"fp32"`` serves them bit for bit (of float64 the nearest
@@ -163,7 +181,8 @@ def export(
             ``since`` is damaged, out of order, or of other tables, lookups or dtypes; on every
             rank, and nothing was written.
         OSError: the folder can't be written; nothing is left. On several ranks it is a ValueError
-            that quotes it.
+            that quotes it. If a rank fails after the folder got its name, for lack of memory, all
+            ranks raise, and the folder is complete.
 
     Example::
 
@@ -181,7 +200,7 @@ def export(
     world = world_group()
     chain: Chain | None = None
     with world.agreeing("export()") as facts:
-        coded = sparse if isinstance(sparse, CodedTraining) else None
+        coded = sparse if isinstance(sparse, Coded) else None
         sparsifier = sparsifier_or_empty(sparse) if coded is None else coded.sparsifier
         chosen, by = _check_dtype(dtype, scale, coded)
         target = absolute_path("path", path)
@@ -197,29 +216,30 @@ def export(
         registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
             check_new(path)
-            # Its rows are verified by DeltaWriter, except those that it does not read.
+            # Its rows are verified by ComparingWriter, except those that it does not read.
             chain = open_chain(*before, verify=False) if before else None
-    tables = served_tables(located, lookups, sparsifier, registered)
-    with world.agreeing("export()"):
-        # The enforcer zeroes dirty rows when a lookup reads them: some may still be dirty.
-        sparsifier.masks.hooks.settle()
-        tables = _with_codes(tables, coded)
-        manifest = Manifest(
-            dist_sparse=dist_sparse.__version__,
-            dtype=chosen if coded is None else "codes",
-            collections=tuple(collections),
-            tables={name: table.planned(chosen, by) for name, table in tables.items()},
-            bytes=0,
-        )
-        if chain is not None:
-            refuse_changed(chain.manifest, manifest)
-            refuse_replaced(sparsifier, before, chain.manifest.hash)
-    tables = with_changes(tables, sparsifier, before)
-    check_zero(sparsifier, tables, registered)
-    text = _write(target, manifest, tables, chain, world)
-    delta = Delta.from_text(text) if before else None
-    after = Manifest.from_text(text) if delta is None else delta.artifact
-    note_export((*before, target), after, tables, sparsifier)
+    with world.jointly("export()"):
+        tables = served_tables(located, lookups, sparsifier, registered)
+        with world.agreeing("export()"):
+            # The enforcer zeroes dirty rows when a lookup reads them: some may still be dirty.
+            sparsifier.masks.hooks.settle()
+            tables = _with_codes(tables, coded)
+            manifest = Manifest(
+                dist_sparse=dist_sparse.__version__,
+                dtype=chosen if coded is None else "codes",
+                collections=tuple(collections),
+                tables={name: table.planned(chosen, by) for name, table in tables.items()},
+                bytes=0,
+            )
+            if chain is not None:
+                refuse_changed(chain.manifest, manifest)
+                refuse_replaced(sparsifier, before, chain.manifest.hash)
+        tables = with_changes(tables, sparsifier, before)
+        check_zero(sparsifier, tables, registered)
+        text = _write(target, manifest, tables, chain, world)
+        delta = Delta.from_text(text) if before else None
+        after = Manifest.from_text(text) if delta is None else delta.artifact
+        note_export((*before, target), after, tables, sparsifier)
     return Exported(target, after, delta, before)
 
 
@@ -251,7 +271,7 @@ def _placement(data: ShardedData) -> list[Any]:
     return [data.shape, str(data.dtype), data.ranks, data.tiling]
 
 
-def _with_codes(tables: ServedTables, coded: CodedTraining | None) -> ServedTables:
+def _with_codes(tables: ServedTables, coded: Coded | None) -> ServedTables:
     if coded is None:
         return tables
     codes = coded.coded()
@@ -286,7 +306,7 @@ def _write(
     with ExitStack() as stack:
         with world.agreeing("export()"):
             if chain is not None:
-                writer = stack.enter_context(DeltaWriter(path, manifest, chain, sources))
+                writer = stack.enter_context(ComparingWriter(path, manifest, chain, sources))
             elif world.rank == 0:
                 writer = stack.enter_context(ArtifactWriter(path))
                 writer.begin(manifest.tables)
@@ -324,15 +344,28 @@ def _write(
     return str(world.all_gather_json(text)[0])
 
 
+def _noting_errors(chunks: Iterable[Tensor], failed: list[Exception]) -> Iterator[Tensor]:
+    """Yield chunks; add the error that ends them to ``failed``."""
+    try:
+        yield from chunks
+    except Exception as fault:
+        failed.append(fault)
+        raise
+
+
 @contextmanager
 def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
     """Stream the chunks of a table to rank 0; other ranks get none. Collective: an error inside the
     context is raised on all ranks."""
-    chunks = source.chunks()
+    failed: list[Exception] = []
+    chunks = _noting_errors(source.chunks(), failed)
     error: Exception | None = None
     try:
         yield chunks
     except Exception as fault:
+        if failed:
+            # No more messages can follow: jointly() ends those of the other ranks.
+            raise
         error = fault
     # The other ranks are still sending or receiving rows of the table. The rest is received and
     # dropped before the error is raised: an agreement in between would not match their messages.
@@ -340,137 +373,3 @@ def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
     with world.agreeing("export()"):
         if error is not None:
             raise error
-
-
-# A delta is written by the same steps as an artifact: DeltaWriter gets the same tensors in the same
-# order, and finds out what has changed.
-
-# How many bytes of spooled rows are read at once.
-_SPOOL_BYTES = 8 << 20
-
-
-class DeltaWriter(ArtifactWriter):
-    """Writes what changed since a chain of artifact and deltas.
-
-    The header of the file has the number of changed rows, which is known at the end. Until then
-    changed rows are in temporary files.
-
-    Args:
-        path: the final name.
-        manifest: the manifest of the artifact after the delta, without checksums.
-        chain: the artifact and the deltas that the delta follows.
-        sources: the tables, by name. If writes to a table were recorded, only written rows of the
-            chain are read, so no rows are verified; its bitmaps and ids are.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest, chain: Chain, sources: ServedTables) -> None:
-        for name, source in sources.items():
-            chain.artifact.verify_table(name, rows=not source.is_noted)
-            for delta in chain.deltas:
-                delta.verify_table(name, rows=not source.is_noted)
-        super().__init__(path)
-        self._manifest, self._chain = manifest, chain
-        self._tables: dict[str, _Changes] = {}
-
-    def add(self, table: str, parts: Tensors, ids: Tensor | None = None) -> None:
-        """Compare the next rows of a table. Its tensors that are no rows come first, without
-        ``ids``."""
-        if ids is not None:
-            self._tables[table].add(ids, parts)
-            return
-        before, after = self._chain.table(table), self._manifest.tables[table]
-        self._tables[table] = _Changes(before, after, parts, self.folder)
-
-    def finish(self, manifest: Any) -> Any:
-        """Write and publish the changes, and return the manifest of the delta.
-
-        Args:
-            manifest: the manifest of the artifact after the delta, without checksums.
-        """
-        tables = {name: changes.result() for name, changes in self._tables.items()}
-        after = {name: table.after for name, table in tables.items()}
-        artifact = replace(manifest, tables=after, bytes=bytes_of(after))
-        self.begin(tables)
-        for name, changes in self._tables.items():
-            for key, part in changes.parts():
-                self.append(f"{name}.{key}", part)
-        base = self._chain.artifact.manifest.hash
-        previous = self._chain.manifest.hash
-        return super().finish(Delta(base=base, previous=previous, artifact=artifact, tables=tables))
-
-
-class _Changes:
-    """Finds the changes of a table, while its rows are streamed.
-
-    Args:
-        before: the table before the delta.
-        after: the manifest's entry after the delta, without checksums.
-        whole: the tensors after the delta that are no rows, ``kept`` included.
-        folder: where temporary files are written.
-    """
-
-    def __init__(self, before: MappedTable, after: Table, whole: Tensors, folder: Path) -> None:
-        self._before, self._after, self._whole = before, after, whole
-        words = whole.get("kept", all_kept(after.rows))
-        self._removed = positions((before.index.words & ~words).view(torch.uint8))
-        self._replaced = {
-            key: whole[key]
-            for key, tensor in before.whole.items()
-            # torch.equal() would not see the sign of a zero.
-            if checksum(whole[key]) != checksum(tensor)
-        }
-        self._added = 0
-        # torch.cat() refuses an empty list.
-        self._ids = [torch.empty(0, dtype=torch.int32)]
-        self._spools, self._sums = {}, {}
-        for key in before.gather(self._removed[:0]):
-            # The file stays open until the delta is written; a small one is none yet, since there
-            # may be more tables than a process may open files.
-            self._spools[key] = tempfile.SpooledTemporaryFile(1 << 16, dir=str(folder))  # noqa: SIM115
-            self._sums[key] = int(before.entry.checksums[key], 16)
-        # The checksum is a sum over rows, so unchanged rows need not be read: removed rows are
-        # subtracted here; add() subtracts old values of changed rows, and adds the new ones. In
-        # parts, because most of the table may be removed.
-        for rows in chunks(len(self._removed), after.dim):
-            ids = self._removed[rows]
-            for key, part in before.gather(ids).items():
-                self._sums[key] -= sum_of_rows(ids, part)
-
-    def add(self, ids: Tensor, parts: Tensors) -> None:
-        had_row = rows_of(self._before.index, ids) >= 0
-        # By places: index_select() is 3x faster than indexing rows with flags.
-        had = places_of(had_row)
-        old, is_changed = self._before.gather(ids[had]), ~had_row
-        for key, part in parts.items():
-            differs = words_of(part.index_select(0, had)) != words_of(old[key])
-            is_changed[had] |= differs.any(1)
-        self._added += len(ids) - len(had)
-        changed, replaced = places_of(is_changed), places_of(is_changed[had])
-        self._ids.append(ids[changed].int())
-        for key, part in parts.items():
-            new = part.index_select(0, changed)
-            old_sum = sum_of_rows(ids[had[replaced]], old[key].index_select(0, replaced))
-            self._sums[key] = checksum(new, ids[changed], self._sums[key] - old_sum)
-            self._spools[key].write(memory_of(new))
-
-    def result(self) -> TableDelta:
-        sums = self._sums | {key: checksum(part) for key, part in self._whole.items()}
-        checksums = {key: hex_of(sums[key] % 2**64) for key in self._after.layout()}
-        return TableDelta(
-            after=replace(self._after, checksums=checksums),
-            rows=sum(map(len, self._ids)),
-            came=self._added,
-            gone=len(self._removed),
-            whole=tuple(self._replaced),
-        )
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the delta in parts; rows are bytes."""
-        yield "ids", torch.cat(self._ids)
-        yield "gone", self._removed.int()
-        yield from self._replaced.items()
-        for key, spool in self._spools.items():
-            with spool:
-                spool.seek(0)
-                while raw := spool.read(_SPOOL_BYTES):
-                    yield key, torch.frombuffer(bytearray(raw), dtype=torch.uint8)

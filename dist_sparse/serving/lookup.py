@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.checks import refuse
-from dist_sparse.codes.books import ENTRIES, gather_entries
-from dist_sparse.compaction.row_index import RowIndex, RowIndexes
+from dist_sparse.compaction.row_index import RowIndex, RowIndexes, check_ids
+from dist_sparse.serving.books import ENTRIES, gather_entries
 from dist_sparse.serving.encodings import Tensors, books_of, decode
 from dist_sparse.serving.manifest import Collection, Pooling, Table
+from dist_sparse.tables.jagged import check_lengths, check_weights
 from dist_sparse.torchrec.kernels import HOST, SPARSE_TYPES, look_up_stored
 
 # Tables begin at multiples of 128 bytes, as in FBGEMM's own modules.
@@ -89,6 +90,46 @@ class JaggedRows(NamedTuple):
     offsets: Tensor
     counts: Tensor
     weights: Tensor | None = None
+
+
+class WeightsRule(NamedTuple):
+    """Whether the ids of a batch have weights.
+
+    Args:
+        is_needed: a batch without weights is refused.
+        refusal: why a batch with weights is refused; empty if it is not.
+    """
+
+    is_needed: bool
+    refusal: str
+
+    def check(self, ids: Tensor, weights: Tensor | None) -> Tensor | None:
+        """Return the weights of ids, contiguous float32, or None.
+
+        Raises:
+            ValueError: they are missing or refused, are not floating-point, or do not have the
+                shape of the ids.
+        """
+        return check_weights(ids, weights, self.is_needed, self.refusal)
+
+
+def weights_rule(collection: Collection, tables: StoredTables) -> WeightsRule:
+    """Return what a collection does with weights: what training did, or a refusal."""
+    refusal = ""
+    was = f"Collection {collection.path!r} takes no weights:"
+    # A torch.nn.EmbeddingBag takes weights of sums, and its entry does not list that.
+    is_read = collection.weighted or collection.kind == "embedding_bag"
+    if not is_read:
+        refusal = (
+            f"{was} training did not read them, or its artifact is older than weights. Look up the"
+            " batch without weights, or export the sharded model."
+        )
+    elif "mean" in {table.entry.pooling for table in tables.values()}:
+        refusal = (
+            f"{was} it has means, and TorchRec divides weighted means by the sum of the weights or"
+            " by the number of ids, which depends on the sharding. Use weighted sums."
+        )
+    return WeightsRule(collection.weighted is True, refusal)
 
 
 class RowLookup(nn.Module):
@@ -368,7 +409,7 @@ def to_fbgemm(collection: Collection, tables: StoredTables) -> nn.Module:
         remap = index(torch.arange(index.rows)).int()
         copy = f"{name}.{number}"
         stored.append(replace(_stored_rows(tables[name], copy, [copy]), remap=remap))
-    return table_batch(stored)
+    return table_batch(stored, *weights_rule(collection, tables))
 
 
 def to_torchrec(
@@ -396,9 +437,10 @@ def to_torchrec(
         refuse({odd: rows.rows.shape[1] % 2})
         stored.append(rows)
     zeros = [tables[name].entry.stored for name in collection.looked_up]
-    inner = bag_collection(stored, collection.weighted)
+    rule = weights_rule(collection, tables)
+    inner = bag_collection(stored, not rule.refusal)
     # A copy: moving or loading one of the two must not change the other.
-    return QuantizedCollection(collection, inner, copy.deepcopy(index).cpu(), zeros)
+    return QuantizedCollection(collection, inner, copy.deepcopy(index).cpu(), zeros, rule)
 
 
 class QuantizedCollection(nn.Module):
@@ -409,26 +451,40 @@ class QuantizedCollection(nn.Module):
         collection: TorchRec's collection, which is called with rows for ids.
         index: finds the rows of ids.
         zeros: the row of zeros of each feature's table.
+        rule: what to do with weights. TorchRec's collection must take them if this does.
     """
 
     zeros: Tensor
 
     def __init__(
-        self, looked_up: Collection, collection: nn.Module, index: RowIndexes, zeros: Sequence[int]
+        self,
+        looked_up: Collection,
+        collection: nn.Module,
+        index: RowIndexes,
+        zeros: Sequence[int],
+        rule: WeightsRule,
     ) -> None:
         super().__init__()
         self.collection, self.index = collection, index
         self.features = [feature.name for feature in looked_up.features]
-        self.keys, self.weighted = looked_up.outputs, looked_up.weighted
+        self.keys, self.rule = looked_up.outputs, rule
         self.register_buffer("zeros", torch.tensor(zeros, dtype=torch.int32), persistent=False)
 
     def forward(self, ids: Any) -> Any:
         """Return the pooled rows of a KeyedJaggedTensor as a KeyedTensor. Removed ids, and ids out
-        of range, count as zeros."""
+        of range, count as zeros.
+
+        Raises:
+            ValueError: as of :meth:`dist_sparse.serving.served.Served.forward`.
+        """
         from dist_sparse.torchrec import port
 
-        values, lengths, weights = port.unpack_ids(ids, self.features, self.weighted)
-        counts = lengths.view(len(self.features), -1).sum(1)
+        values, lengths, weights = port.unpack_ids(ids, self.features, self.rule.check)
+        check_ids(values)
+        counts = check_lengths(values, lengths, len(self.features))
+        if weights is None and not self.rule.refusal:
+            # TorchRec's collection takes weights in every batch or in none.
+            weights = torch.ones(values.size(0), device=values.device)
         rows, known = self.index(values, counts)
         zeros = torch.repeat_interleave(self.zeros, counts, output_size=len(values))
         rows = torch.where(known & (rows >= 0), rows, zeros)

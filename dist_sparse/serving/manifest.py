@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from dist_sparse.checks import choice, integer, refuse, sealed, unsealed
-from dist_sparse.codes.books import ENTRIES
+from dist_sparse.serving.books import ENTRIES
 from dist_sparse.serving.encodings import ENCODINGS, Dtype
 from dist_sparse.text import count, percent, size, table_lines
 
@@ -56,7 +56,9 @@ class Collection:
         path: the path of the module in the model; ``""`` is the model itself.
         kind: ``"bag"`` and ``"sequence"`` are TorchRec's collections, ``"embedding_bag"`` and
             ``"embedding"`` torch's modules.
-        weighted: whether each id comes with a weight (``"bag"``).
+        weighted: whether each id comes with a weight (``"bag"``): True if the collection is
+            weighted; ``"optional"`` if not, but TorchRec sharded it: training reads the weights of
+            a batch that has some; otherwise False.
         include_last_offset: the option of a ``torch.nn.EmbeddingBag``.
         tables: the names of its tables, in the order of the module.
         features: its features, in the order of the module's outputs; empty for torch's modules.
@@ -64,7 +66,7 @@ class Collection:
 
     path: str
     kind: Kind
-    weighted: bool = False
+    weighted: bool | Literal["optional"] = False
     include_last_offset: bool = False
     tables: tuple[str, ...]
     features: tuple[Feature, ...] = ()
@@ -300,6 +302,8 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     features = tuple(Feature(**feature) for feature in entry["features"])
     found = Collection(**{**entry, "tables": tuple(entry["tables"]), "features": features})
     choice("kind", found.kind, get_args(Kind))
+    if not isinstance(found.weighted, bool) and found.weighted != "optional":
+        raise ValueError(f"Invalid weighted={found.weighted!r} of {found.path!r}")
     # A lookup is built from the tables of its own collection only.
     looked_up = {feature.table for feature in features}
     strange = looked_up.difference(found.tables) | set(found.tables).difference(tables)

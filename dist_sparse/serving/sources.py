@@ -14,20 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.codes.decoding import refuse_lookup
+from dist_sparse.checks import refuse
 from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.replacing import CollectionSite, EmbeddingSite, sites_of
 from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.compaction.tables import padding_id_of
 from dist_sparse.groups import world_group, world_rank
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import places_of
-from dist_sparse.rotation.rotate import bases_of_outputs
 from dist_sparse.serving.artifact import all_kept
 from dist_sparse.serving.encodings import ENCODINGS, Dtype, chunks
 from dist_sparse.serving.manifest import Collection, Feature, Manifest, Pooling, Scale, Table
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.score import DataNormSparsifier
+from dist_sparse.tables.bases import bases_of_outputs
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
+from dist_sparse.training.sparsify import sparsifier_of
 
 # All rows may have changed: broadcasts against the flags of any number of rows.
 _ALL_ROWS = torch.tensor(True)
@@ -60,6 +63,11 @@ class Lookup:
         """Whether the row of an id is the id, and only training on that id changes its outputs."""
         is_compact = self.index.num_kept != self.index.rows
         return self.slots is None and self.rotation is None and not is_compact
+
+
+def sparsifier_or_empty(sparse: Any) -> BaseDataSparsifier:
+    """Return the sparsifier of a ``sparse=`` argument; for None a new one without tables."""
+    return DataNormSparsifier() if sparse is None else sparsifier_of(sparse)
 
 
 def model_lookups(
@@ -108,6 +116,26 @@ def model_lookups(
     return sorted(collections, key=lambda collection: collection.path), lookups
 
 
+def refuse_lookup(name: str, module: Any) -> None:
+    """Refuse an embedding module of torch that returns something else than stored rows, or their
+    sums or means.
+
+    Raises:
+        ValueError: names the table.
+    """
+    padding = padding_id_of(module) if isinstance(module, nn.EmbeddingBag) else None
+    # max_norm would write to the table.
+    has_norm, is_max = module.max_norm is not None, getattr(module, "mode", "") == "max"
+    rules = {
+        f"max_norm={module.max_norm} changes rows when they are looked up": has_norm,
+        "mode='max' can't be served; 'sum' and 'mean' can": is_max,
+        f"padding_idx={padding} of an EmbeddingBag can't be served; leave those ids out of bags": (
+            padding is not None
+        ),
+    }
+    refuse({f"Table {name!r}: {reason}.": rules[reason] for reason in rules})
+
+
 def _embedding_of(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) -> Collection:
     module = site.module
     refuse_lookup(name, module)
@@ -143,10 +171,13 @@ def _collection_of(
             )
         lookups[name].pooling = table.pooling
         features += [Feature(name=feature, table=name) for feature in table.features]
+    # Sharded bags weigh ids whenever a batch has weights; unsharded ones read weights only if the
+    # collection is weighted, and sequences never.
+    weighs_some = inner.is_sharded and inner.pooled
     return Collection(
         path=site.place,
         kind="bag" if inner.pooled else "sequence",
-        weighted=whole.weighted,
+        weighted=whole.weighted or ("optional" if weighs_some else False),
         tables=tuple(names[table.name] for table in whole.tables),
         features=tuple(features),
     )
@@ -274,10 +305,9 @@ def registered_tables(
     """
     tables = {data.name: addresses_of(data) for data in located}
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
-    registered = {}
+    registered = sparsifier.masks.tables.find_all(sparsifier.masks.tables.names)
     for name in sparsifier.data_groups:
-        if name in sparsifier.masks.tables:
-            registered[name] = sparsifier.masks.tables.find(name)
+        if name in registered:
             addresses = addresses_of(registered[name])
         else:
             addresses = [sparsifier.masks.plain.held(name).data_ptr()]

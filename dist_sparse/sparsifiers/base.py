@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dist_sparse.checks import refuse
 from dist_sparse.groups import weights_are_on, world_group
+from dist_sparse.masking.device import finish
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.dense_store import (
     Configs,
@@ -274,22 +275,28 @@ class BaseDataSparsifier(MaskUpdater):
         table. For tests and inspection.
 
         Raises:
-            ValueError: unknown name, or another rank asks for another.
+            ValueError: unknown name, or another rank asks for another; on every rank.
         """
         if name in self.masks.tables:
             return self.masks.full_mask(name)
+        if name not in self.data_groups:
+            # Other ranks may have given the name of a sharded table, and wait for this one.
+            with self.masks.tables.agreeing("full_mask()"):
+                self._store(name)
         return self.get_mask(name).to(torch.int8)
 
     def table_stats(self) -> list[TableStats]:
         """Return counts of every registered name, the same on every rank. Collective if sharded
         tables are registered: one all-reduce after an exchange of status."""
-        return [*self._in_order(self.masks.table_stats(self.data_groups)).values()]
+        with self.masks.tables.jointly("table_stats()"):
+            return [*self._in_order(self.masks.table_stats(self.data_groups)).values()]
 
     def dead_rows(self) -> dict[str, int]:
         """Return the number of rows with nothing left, by name, the same on every rank. No
         rank sees the rows of a table cut by columns: unless its blocks are as wide as the table, it
         is left out. Collective as :meth:`table_stats`."""
-        return self._in_order(self.masks.dead_rows())
+        with self.masks.tables.jointly("dead_rows()"):
+            return self._in_order(self.masks.dead_rows())
 
     def count_revived(self) -> dict[str, int]:
         """Return how many removed weights are not zero, by name, all replicas counted; squashed
@@ -298,13 +305,15 @@ class BaseDataSparsifier(MaskUpdater):
         Weights are read as they are stored. With an enforcer attached, what optimizers have revived
         since the last forward is zeroed before the next; ``enforcer.settle()`` zeroes it now.
         """
-        located = self.masks.tables.current_for("count_revived()")
-        return self._in_order(self.masks.count_revived(located))
+        with self.masks.tables.jointly("count_revived()"):
+            located = self.masks.tables.current_for("count_revived()")
+            return self._in_order(self.masks.count_revived(located))
 
     def fingerprint(self) -> dict[str, str]:
         """Return a hash of every global mask. It depends on shape and mask alone, not on sharding,
         blocks or ranks. Collective as :meth:`table_stats`."""
-        return self._in_order(self.masks.fingerprints("fingerprint()"))
+        with self.masks.tables.jointly("fingerprint()"):
+            return self._in_order(self.masks.fingerprints("fingerprint()"))
 
     def audit(self) -> dict[str, str]:
         """Return :meth:`fingerprint`, after comparing the masks of all holders (replicas, and the
@@ -333,7 +342,8 @@ class BaseDataSparsifier(MaskUpdater):
             >>> list(sparsifier.audit())
             ['weight']
         """
-        return self._in_order(self.masks.audit())
+        with self.masks.tables.jointly("audit()"):
+            return self._in_order(self.masks.audit())
 
     def record(self) -> Recorder:
         """Return a recorder of what mask updates change in sharded tables, from now on: one a
@@ -383,6 +393,7 @@ class BaseDataSparsifier(MaskUpdater):
                 packed.apply(located[name])
             packed.drop(name)
             del self.data_groups[name]
+        self.masks.forget_update()
         self.masks.hooks.renew()
 
     def state_dict(self) -> dict[str, Any]:
@@ -425,14 +436,19 @@ class BaseDataSparsifier(MaskUpdater):
                 do not fit together over ranks or were changed since, or no step could follow its
                 configuration; on every rank.
         """
-        self.prepare_state_dict(state_dict, strict)()
+        self.prepare_load(state_dict, strict)()
 
-    def prepare_state_dict(
+    def prepare_load(
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Callable[[], None]:
         """Check a state as :meth:`load_state_dict` does, and return the function that loads it.
         Collective if sharded tables are registered; the function itself is local. Nothing changes
         before it is called."""
+        with self.masks.tables.jointly("load_state_dict()"):
+            return self._prepared(state_dict, strict)
+
+    def _prepared(self, state_dict: Mapping[str, Any], strict: bool) -> Callable[[], None]:
+        """See :meth:`prepare_load`."""
         dense, packed = self.masks.plain, self.masks.tables
         loaded: dict[str, TableMasks] = {}
         with packed.agreeing("load_state_dict()") as noted:
@@ -475,15 +491,17 @@ class BaseDataSparsifier(MaskUpdater):
                     f"{loaded[name].removed} when they were saved. Nothing was changed."
                 )
 
-        # Nothing below can fail, so all ranks load or none. It is local: a caller can prepare
-        # several states, and then load all of them.
+        # All ranks load or none: only the last line, which zeroes removed weights, needs memory. It
+        # is local: a caller can prepare several states, and then load all of them.
         def load() -> None:
             kept = {} if strict else self.data_groups
             # Configurations in the state that have no masks are not loaded.
             names = [*commit_dense(), *loaded]
             packed.load(loaded)
+            self.masks.forget_update()
             self.data_groups = {name: configs[name] for name in names} | kept
-            self.masks.hooks.renew()
+            # All ranks have the new masks by now.
+            finish(self.masks.hooks.renew)
 
         return load
 
@@ -560,9 +578,11 @@ class BaseDataSparsifier(MaskUpdater):
             blocks[data.name] = self.check_config(data, configs[data.name])
         self.masks.tables.check_new(located, self.masks.plain.tensors())
 
+        counted = self.count_dtype if self.counts_lookups else None
+        made = self.masks.tables.new(source, located, blocks, counted)
+
         def register() -> None:
-            counted = self.count_dtype if self.counts_lookups else None
-            self.masks.tables.add(source, located, blocks, counted)
+            self.masks.tables.add(made)
             self.data_groups |= configs
 
         return configs, register

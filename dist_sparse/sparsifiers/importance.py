@@ -4,7 +4,7 @@ Each score is of an element, so it works with every block and sharding: an eleme
 sum or the lookup count of its row. Blocks are compared by the mean over their elements.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -15,13 +15,24 @@ from dist_sparse import checks
 from dist_sparse.groups import Facts
 from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import ByTotals, Measure, RowTotals, element_scores, squares_times
+from dist_sparse.optimizers import Known, Record
 from dist_sparse.sparsifiers.dense_store import Configs
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, RowScoring, Scope
+from dist_sparse.tables.initial import Unread, doubt_about, refuse_trained
 from dist_sparse.tables.shards import FUSED, ROW, Block, Located, Rect, Shard, ShardedData
 
 Score = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
 SCORES = get_args(Score)
+
+
+# Sums of squared gradients and their initial value, by the address of the weights.
+Sums = Mapping[int, tuple[Tensor, float]]
+
+_NO_SUMS = (
+    "no Adagrad steps it, so there are no sums of squared gradients. Use score='norm', or"
+    " 'frequency' for a fused table."
+)
 
 
 class ImportanceSparsifier(DataNormSparsifier):
@@ -47,10 +58,14 @@ class ImportanceSparsifier(DataNormSparsifier):
     All but ``"norm"`` need an attached :class:`~dist_sparse.MaskEnforcer`, which knows the
     optimizers and sees the ids. Lookups are counted in backward passes of fused tables, repeats
     included, from ``attach()`` on: an int32 per row, up to 2**30, kept with its shard and saved in
-    ``state_dict()``. Scores are float32: rows with more than 2**24 lookups may tie although their
-    counts differ, and then the smaller row index is removed first. Lookups of removed rows are
-    counted, and these rows keep their ``G`` unless the enforcer resets it, so they may come back,
-    at 0, with ``"frequency"`` and ``"accumulator"``.
+    ``state_dict()``. Tables whose sharder has ``use_index_dedup=True`` are refused, because it
+    merges repeats before they can be counted; of a batch with inverse indices, the ids that it
+    stores are counted, not the samples that share them.
+
+    Scores are float32: rows with more than 2**24 lookups may tie although their counts differ, and
+    then the smaller row index is removed first. Lookups of removed rows are counted, and these rows
+    keep their ``G`` unless the enforcer resets it, so they may come back, at 0, with
+    ``"frequency"`` and ``"accumulator"``.
 
     Args:
         data_list: as in :class:`~dist_sparse.DataNormSparsifier`, like all arguments not listed
@@ -66,6 +81,8 @@ class ImportanceSparsifier(DataNormSparsifier):
     Attributes:
         scored_by: the score; may be replaced between mask updates, on all ranks, except by
             ``"frequency"``.
+        trust_record: whether rows without lookups are removed at the level ``"untouched"`` without
+            a proof that they were never trained; see :func:`~dist_sparse.remove_untouched`.
 
     Raises:
         ValueError: an argument is invalid; in ``add_model``, lookups of a table are not seen; in
@@ -86,6 +103,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         >>> sparsifier.full_mask("weight")[:, 0]  # what was never looked up is removed first
         tensor([0, 1, 0, 1, 1, 0], dtype=torch.int8)
     """
+
+    trust_record: bool = False
 
     def __init__(
         self,
@@ -113,6 +132,10 @@ class ImportanceSparsifier(DataNormSparsifier):
         self.scope, self.floors = scope, dict(floors or {})
         # The totals of this rank's shards, by table. It is set during a mask update only.
         self._totals: dict[str, list[RowTotals]] = {}
+        # The tables whose totals are 1 for rows that were read.
+        self._flagged: set[str] = set()
+        # What optimizers know of touched rows, by the address of the weights; likewise.
+        self._known: Mapping[int, Known] | None = None
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
     @property
@@ -142,6 +165,8 @@ class ImportanceSparsifier(DataNormSparsifier):
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
         if self._fast in (None, "norm"):
             return super().element_measure(name, config)
+        if name in self._flagged and config["sparsity_level"] not in (0, checks.UNTOUCHED):
+            raise ValueError(f"Table {name!r}: {_NO_SUMS}")
         return self._by_totals(name)
 
     def _by_totals(self, name: str) -> ByTotals:
@@ -166,14 +191,44 @@ class ImportanceSparsifier(DataNormSparsifier):
     def score_tables(self, located: Located, configs: Configs) -> dict[str, ScoredTable]:
         # Before anything is scored: score() gets some rows, and can't locate their totals.
         self.look_up(located)
+        for name, data in located.items():
+            if configs[name]["sparsity_level"] == checks.UNTOUCHED and not self.counts_lookups:
+                self._take_record(data)
+        unread = [*self._unread(located, configs)]
+        if unread and not self.trust_record:
+            refuse_trained(unread)
         return super().score_tables(located, configs)
+
+    def _take_record(self, data: ShardedData) -> None:
+        """Score a table by which rows were read, 0 or 1. Sums alone would not tell: a mean of the
+        smallest ones rounds to 0, and another optimizer may step the table too."""
+        records = self._records(data)
+        if isinstance(records, str):
+            # Refused with the configuration.
+            return
+        self._flagged.add(data.name)
+        self._totals[data.name] = [
+            RowTotals(shard.rect, data.with_padding(shard, record.touched()).float())
+            for shard, record in zip(data.shards, records, strict=True)
+        ]
+
+    def _unread(self, located: Located, configs: Configs) -> Iterator[Unread]:
+        """Yield the rows without a record of tables at the level ``"untouched"``."""
+        record = "lookup counts" if self.scored_by == "frequency" else "the optimizer's state"
+        for name, data in located.items():
+            if configs[name]["sparsity_level"] != checks.UNTOUCHED:
+                continue
+            totals = {one.rect: one.total for one in self._totals[name]}
+            for rect, weights in data.shards:
+                flags = (totals[rect].reshape(rect.rows, -1) == 0).all(1)
+                yield Unread(data, weights, flags, record)
 
     def step(self) -> None:
         try:
             super().step()
         finally:
             # Views of live storage, which may be replaced before the next mask update.
-            self._totals = {}
+            self._totals, self._known = {}, None
         # Counts age only after a mask update that has succeeded, on all ranks alike.
         if self.enable_mask_update and self.decay < 1:
             for name in self.masks.tables.names:
@@ -185,7 +240,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         try:
             return super().audit()
         finally:
-            self._totals = {}
+            self._totals, self._known = {}, None
 
     def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
         super().note(facts, located)
@@ -204,6 +259,12 @@ class ImportanceSparsifier(DataNormSparsifier):
                 f"Table {data.name!r}: score='frequency' needs a fused optimizer, and this table is"
                 f" {data.kernel or data.sharding}."
             )
+        if self.counts_lookups and data.merges_ids:
+            raise ValueError(
+                f"Table {data.name!r}: score='frequency' can't count its lookups, because index"
+                " dedup merges the ids of a batch before them. Shard it without use_index_dedup, or"
+                " use another score."
+            )
         return super().check_config(data, config)
 
     def _check_untouched(self, data: ShardedData, block: Block) -> None:
@@ -211,11 +272,17 @@ class ImportanceSparsifier(DataNormSparsifier):
             super()._check_untouched(data, block)
         level = f"Table {data.name!r}: the level 'untouched'"
         row = (1, data.shape[1])
-        initial = max((totals.initial for totals in self._totals.get(data.name, ())), default=0)
+        # Without an enforcer, no optimizer is known yet.
+        reason = self._records(data) if self.masks.enforcer else None
+        if isinstance(reason, str) and not self.counts_lookups:
+            raise ValueError(f"{level} has no record of what was read: {reason}.")
+        if not self.trust_record and (doubt := doubt_about(data)):
+            raise ValueError(
+                f"{level} can't prove that its record covers the training: {doubt}. If it does,"
+                " pass trust_record=True."
+            )
         checks.refuse(
             {
-                f"{level} needs sums of Adagrad that begin at 0, not {initial:g}: float32 would not"
-                " show a small gradient.": initial,
                 f"{level} removes whole rows: the block must be 'row', not {block}.": block != row,
                 f"{level} needs all lookups, and decay={self.decay} forgets old ones.": (
                     self.decay < 1
@@ -229,16 +296,34 @@ class ImportanceSparsifier(DataNormSparsifier):
 
     def unknown_tables(self, located: Located) -> list[str]:
         """Return the tables of ``located`` whose score needs Adagrad's sums, and that no Adagrad
-        steps on this rank. Local."""
+        steps on this rank, or for the level ``"untouched"`` no other optimizer that knows the rows
+        that it has touched. Local."""
         if self.scored_by in ("norm", "frequency"):
             # These scores need no sums.
             return []
-        sums = self.sums()
+        return self._unknown(located, self.sums())
+
+    def _unknown(self, located: Located, sums: Sums) -> list[str]:
         unknown = []
         for name, data in located.items():
-            if not all(shard.tensor.data_ptr() in sums for shard in data.shards):
+            if not _has_all(data, sums) and isinstance(self._records(data), str):
                 unknown.append(name)
         return unknown
+
+    def _records(self, data: ShardedData) -> list[Record] | str:
+        """Return a record of each of this rank's shards of a table, by which the level
+        ``"untouched"`` selects, or the reason why one is unknown."""
+        if self.scored_by != "accumulator" or self.masks.enforcer is None:
+            return "only score='accumulator' reads the state of optimizers"
+        if self._known is None:
+            self._known = self.masks.enforcer.records()
+        records = []
+        for shard in data.shards:
+            record = self._known.get(shard.tensor.data_ptr(), "no optimizer steps it")
+            if isinstance(record, str):
+                return record
+            records.append(record)
+        return records
 
     def look_up(self, located: Located) -> None:
         """Find lookups or sums of the rows of this rank's shards, for the next step. Local.
@@ -246,17 +331,25 @@ class ImportanceSparsifier(DataNormSparsifier):
         Raises:
             ValueError: the score of a table is not known on this rank; names it.
         """
-        self._totals = {}
+        self._totals, self._flagged, self._known = {}, set(), None
         self.scored_by = checks.choice("score", self.scored_by, SCORES)
         if self.scored_by == "norm":
             return
         # Call it for "frequency" too: it raises without an enforcer, which counts the lookups.
         sums = self.sums()
-        if unknown := self.unknown_tables(located):
+        if self.scored_by != "frequency" and (unknown := self._unknown(located, sums)):
+            if located[unknown[0]].sharding == "data_parallel":
+                way = (
+                    "It is data-parallel (replicated on all ranks), so model.fused_optimizer does"
+                    " not step it: give it a dense Adagrad and pass both, as in sparsify(model,"
+                    " [model.fused_optimizer, dense_optimizer]); or use score='norm'."
+                )
+            else:
+                way = "Use score='norm', or 'frequency' for a fused table."
             raise ValueError(
                 f"Table {unknown[0]!r}: no Adagrad steps it, so there are no sums of squared"
-                " gradients. Use score='norm', or 'frequency' for a fused table."
-                " level='untouched' needs Adagrad, or score='frequency'."
+                f" gradients. {way} level='untouched' needs Adagrad, Adam or RMSprop without weight"
+                " decay, AdamW, or score='frequency'."
             )
         for name, data in located.items():
             if self.scored_by == "frequency":
@@ -268,12 +361,14 @@ class ImportanceSparsifier(DataNormSparsifier):
                     RowTotals(rect, count, share=width, most=MOST_COUNTED)
                     for rect, count in counts.items()
                 ]
-            else:
+            elif _has_all(data, sums):
                 self._totals[name] = [
                     RowTotals(rect, *sums[weights.data_ptr()]) for rect, weights in data.shards
                 ]
+            else:
+                self._take_record(data)
 
-    def sums(self) -> Mapping[int, tuple[Tensor, float]]:
+    def sums(self) -> Sums:
         """Return the squared gradients that Adagrad has summed, and their initial value, by the
         address of the weights.
 
@@ -297,3 +392,8 @@ class ImportanceSparsifier(DataNormSparsifier):
             f"Data {name!r}: score={self.scored_by!r} is for the tables of models, from"
             " add_model()."
         )
+
+
+def _has_all(data: ShardedData, sums: Sums) -> bool:
+    """Return whether there are sums of all shards of a table on this rank."""
+    return all([shard.tensor.data_ptr() in sums for shard in data.shards])

@@ -4,8 +4,7 @@
 change no mask and no weight. They first check that all ranks make the same call.
 
 A :class:`Recorder` counts what each mask update changes; the sums over ranks cost one small
-all-reduce per process group in each update. Without a recorder nothing is counted. A
-:class:`LastUpdate` keeps the weights that an update zeroes, so that it can be undone.
+all-reduce per process group in each update. Without a recorder nothing is counted.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -25,7 +23,8 @@ from torch import Tensor
 from dist_sparse.groups import group_over, traffic
 from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.kept_scores import Written
-from dist_sparse.masking.masks import BlockMask, count_bits, removed_parts
+from dist_sparse.masking.masks import BlockMask, count_bits
+from dist_sparse.optimizers import Record
 from dist_sparse.records import MaskChange, StepRecord, TableStats
 from dist_sparse.sparsifiers.dense_store import Configs, DenseStore, as_matrix
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
@@ -36,7 +35,7 @@ from dist_sparse.sparsifiers.pieces import (
     removed_blocks,
     shape_hash,
 )
-from dist_sparse.tables.shards import Block, Located, Rect, Shard, ShardedData, whole
+from dist_sparse.tables.shards import Block, Located, Rect, ShardedData, whole
 from dist_sparse.text import (
     block_shape_text,
     level_text,
@@ -54,6 +53,11 @@ class Enforcer:
         """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
         address of the weights: live, one for each weight, or one for each row of a shard:
         ``(rows,)`` or ``(rows, 1)``."""
+        return {}
+
+    def records(self) -> dict[int, Record | str]:
+        """Return which rows of each registered weight a gradient has reached, as the state of its
+        optimizer tells, or why that is unknown, by the address of the weights."""
         return {}
 
     def states(self) -> Mapping[int, Sequence[Tensor]]:
@@ -79,7 +83,7 @@ class Enforcer:
         """Called after masks were replaced or squashed: look everything up again and zero it."""
 
 
-class Rotation(Protocol):
+class Rotator(Protocol):
     """Rotates tables before each mask update."""
 
     @property
@@ -89,6 +93,16 @@ class Rotation(Protocol):
 
     def update(self) -> None:
         """Rotate them. Collective over the groups of the sharded tables."""
+
+
+class Undo(Protocol):
+    """Keeps each mask update until the next, so that it can be undone."""
+
+    def keep(self, masks: Masks, located: Located, made: Mapping[str, NewMasks]) -> None:
+        """Replace the update that was kept so far. Called before anything is zeroed. Local."""
+
+    def forget(self) -> None:
+        """Release what is kept. Local."""
 
 
 class Recorder:
@@ -252,84 +266,6 @@ def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
     )
 
 
-@dataclass(frozen=True)
-class _Removed:
-    """The elements of one shard that an update removes.
-
-    Args:
-        mask: bits of 0 for newly removed blocks.
-        rows: flags of the rows that are newly removed whole, bool ``(rect.rows,)``.
-        values: for the weights and then for each optimizer state, the removed elements, part by
-            part; empty for a state that is neither by element nor by row.
-    """
-
-    mask: BlockMask
-    rows: Tensor
-    values: list[list[Tensor]]
-
-
-class LastUpdate:
-    """Keeps one mask update. All methods are local.
-
-    Attributes:
-        before: the masks before the update, by table; empty if there is none to undo.
-    """
-
-    def __init__(self) -> None:
-        self.before: Mapping[str, TableMasks] = {}
-        self._removed: dict[str, list[_Removed]] = {}
-
-    def keep(self, masks: Masks, located: Located, made: Mapping[str, NewMasks]) -> None:
-        """Replace the update that was kept so far. Must be called before anything is zeroed."""
-        states = masks.hooks.states()
-        self._removed = {}
-        for name, new in made.items():
-            self._removed[name] = []
-            shards = zip(located[name].shards, masks.tables.masks(name), new.masks, strict=True)
-            for shard, old, (mask, _) in shards:
-                # Masks of different blocks can't be compared: all that is removed counts as new.
-                newly = mask.bits if old.block != mask.block else mask.bits | ~old.bits
-                removed = BlockMask(mask.rect, mask.block, newly)
-                rows = mask.dead_rows() & ~old.dead_rows()
-                values = []
-                for tensor in _tensors_of(shard, states):
-                    parts = removed_parts(tensor, removed, rows)
-                    values.append([part[flags] for part, flags in parts])
-                self._removed[name].append(_Removed(removed, rows, values))
-        self.before = masks.tables.snapshot()
-
-    def forget_moved(self, located: Located) -> None:
-        """Release what is kept, if tables are stored elsewhere by now."""
-        if any(located[name].tiling != one.tiling for name, one in self.before.items()):
-            self.forget()
-
-    @torch.no_grad()
-    def undo(self, masks: Masks, located: Located) -> None:
-        """Put masks, removed weights and their optimizer state back, as they were before."""
-        masks.tables.load(self.before)
-        # First, because it zeroes what the old masks remove. The restored weights come after it.
-        masks.hooks.renew()
-        states = masks.hooks.states()
-        for name, removed in self._removed.items():
-            for shard, one in zip(located[name].shards, removed, strict=True):
-                # strict=False: a state created since comes after the others, and stays as it is.
-                for tensor, kept in zip(_tensors_of(shard, states), one.values, strict=False):
-                    parts = removed_parts(tensor, one.mask, one.rows)
-                    for (part, flags), values in zip(parts, kept, strict=True):
-                        part.masked_scatter_(flags, values)
-        masks.hooks.end_step()
-        self.forget()
-
-    def forget(self) -> None:
-        """Release what is kept."""
-        self.before, self._removed = {}, {}
-
-
-def _tensors_of(shard: Shard, states: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-    """Return the weights of a shard and all of its optimizer state."""
-    return [shard.tensor, *states.get(shard.tensor.data_ptr(), ())]
-
-
 class _MasksHere(NamedTuple):
     """The masks of one name on this rank. Masks of plain data have blocks of (1, 1).
 
@@ -354,7 +290,7 @@ class Masks:
         plain: the masks of plain data.
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any.
         hooks: the same, or one that does nothing.
-        rotation: the bases of :func:`~dist_sparse.rotate`, if any.
+        rotation: rotates tables before each mask update, if any.
         undo: keeps each mask update until the next, if one is to be undone.
         recorder: counts what mask updates change, since ``sparsifier.record()``.
         schedulers: all that have stepped on the sparsifier and are still alive, with their notes.
@@ -364,10 +300,16 @@ class Masks:
         self.tables, self.plain = PackedStore(), DenseStore()
         self.enforcer: Enforcer | None = None
         self.hooks = Enforcer()
-        self.rotation: Rotation | None = None
-        self.undo: LastUpdate | None = None
+        self.rotation: Rotator | None = None
+        self.undo: Undo | None = None
         self.recorder: Recorder | None = None
         self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def forget_update(self) -> None:
+        """Release what is kept of the last mask update: masks or weights are replaced otherwise, so
+        that it can't be undone. Local."""
+        if self.undo is not None:
+            self.undo.forget()
 
     def held(self, located: Located) -> dict[str, _MasksHere]:
         """Return the masks of every name on this rank. Local."""
@@ -398,10 +340,8 @@ class Masks:
     def table_stats(self, configs: Configs) -> dict[str, TableStats]:
         """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
         located = self.tables.current_for("table_stats()")
-        # A rank that runs out of memory here must not leave the others waiting in the all-reduce.
-        with self.tables.agreeing("table_stats()"):
-            here = self.held(located)
-            counts = {name: _count(one) for name, one in here.items()}
+        here = self.held(located)
+        counts = {name: _count(one) for name, one in here.items()}
         found = {}
         for name, (removed, removed_elements, mask_bytes) in self.tables.summed(counts).items():
             held, data = here[name], here[name].data
@@ -483,15 +423,17 @@ class Masks:
     def full_mask(self, name: str) -> Tensor:
         """See :meth:`dist_sparse.BaseDataSparsifier.full_mask`; of a sharded table."""
         packed, data = self.tables, self.tables.find(name)
-        with group_over(data.ranks).agreeing("full_mask()") as facts:
+        group = group_over(data.ranks)
+        with group.agreeing("full_mask()") as facts:
             facts["name"] = name
-        packed.reshard({name: data})
-        table, whole = packed.table(name), Rect(0, 0, *data.shape)
-        # Move to a tiling in which every rank holds the whole table.
-        move = table.move(((whole,),) * len(data.tiling))
-        arrived = packed.exchange({name: move})[name]
-        held = assembled(whole, table.block, arrived, torch.device("cpu"), table.counted)
-        return held.mask.dense()
+        with group.jointly("full_mask()"):
+            packed.reshard({name: data})
+            table, whole = packed.table(name), Rect(0, 0, *data.shape)
+            # Move to a tiling in which every rank holds the whole table.
+            move = table.move(((whole,),) * len(data.tiling))
+            arrived = packed.exchange({name: move})[name]
+            held = assembled(whole, table.block, arrived, torch.device("cpu"), table.counted)
+            return held.mask.dense()
 
 
 def _count(held: _MasksHere) -> list[int]:

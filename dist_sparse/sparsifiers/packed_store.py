@@ -17,8 +17,18 @@ import torch
 from torch import Tensor
 
 from dist_sparse.checks import fault_of, to_json
-from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in, signed
+from dist_sparse.groups import (
+    Call,
+    Facts,
+    Group,
+    agreeing,
+    group_over,
+    jointly,
+    rank_in,
+    signed,
+)
 from dist_sparse.masking.block_masks import NewMasks
+from dist_sparse.masking.device import finish
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.sparsifiers import pieces
 from dist_sparse.tables.shards import (
@@ -29,6 +39,7 @@ from dist_sparse.tables.shards import (
     Source,
     grid_of,
     owners,
+    resolve_block,
     shared_memory,
 )
 
@@ -113,11 +124,10 @@ class TableMasks:
                     return rect
         return None
 
-    def take(self, data: ShardedData, arrived: Sequence[Held]) -> None:
-        """Assemble the masks and counts of the shards of ``data`` from the pieces of a
+    def assembled(self, data: ShardedData, arrived: Sequence[Held]) -> list[Held]:
+        """Return the masks and counts of the shards of ``data`` from the pieces of a
         :meth:`move`."""
-        self.shards = self._assembled(data, self.block, arrived)
-        self.tiling = data.tiling
+        return self._assembled(data, self.block, arrived)
 
     def _assembled(self, data: ShardedData, block: Block, arrived: Sequence[Held]) -> list[Held]:
         return [
@@ -151,9 +161,10 @@ class TableMasks:
                 f" {shape}."
             )
         try:
-            height, width = pieces.ints("block", entry.get("block"), 2, least=1)
             # The block of the state, which without DCP may differ from the registered one.
-            block, counted = (height, width), self.counted is not None
+            given = pieces.ints("block", entry.get("block"), 2, least=1)
+            block = resolve_block(data.name, given, data.shape)
+            counted = self.counted is not None
             saved = pieces.saved_pieces(
                 masks, counts, block, registered=self.block, counted=counted
             )
@@ -224,6 +235,12 @@ class PackedStore:
         with agreeing(action, list(map(group_over, self.groups))) as noted:
             yield list(zip(noted, self.groups.values(), strict=True))
 
+    @contextmanager
+    def jointly(self, action: str) -> Iterator[Call]:
+        """:func:`dist_sparse.groups.jointly` over the tables' groups."""
+        with jointly(action, list(map(group_over, self.groups))) as call:
+            yield call
+
     def summed(self, values: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
         """Return the sums of integers of tables over their ranks, modulo 2**64; those of plain data
         as they are. Collective: one all-reduce for each group with a table among ``values``, the
@@ -267,27 +284,33 @@ class PackedStore:
                 f"Table {second!r} is registered already, as {first!r}: they share memory."
             )
 
-    def add(
+    def new(
         self,
         source: Source,
         located: Sequence[ShardedData],
         blocks: Mapping[str, Block],
         counted: torch.dtype | None,
-    ) -> None:
-        """Register what ``source`` has just located, all blocks kept.
+    ) -> dict[str, TableMasks]:
+        """Return masks of what ``source`` has just located, all blocks kept, for :meth:`add`.
 
         Args:
             counted: dtype of the counts of lookups; None where lookups are not counted.
         """
+        made = {}
         for data in located:
             block, shards = blocks[data.name], []
             for rect, weights in data.shards:
                 mask = BlockMask.full(rect, block, weights.device)
                 counts = pieces.no_counts(rect, counted, weights.device)
                 shards.append(Held(mask, counts))
-            self._tables[data.name] = TableMasks(
+            made[data.name] = TableMasks(
                 source, data.shape, data.ranks, data.tiling, block, shards, counted
             )
+        return made
+
+    def add(self, made: Mapping[str, TableMasks]) -> None:
+        """Register tables with the masks of :meth:`new`. Can't fail."""
+        self._tables.update(made)
         self.version += 1
 
     def drop(self, name: str) -> None:
@@ -365,9 +388,19 @@ class PackedStore:
 
     def find(self, name: str) -> ShardedData:
         """Return one table as it is stored now. Does not walk the model, nor communicate."""
-        data = self._tables[name].source.find(name)
-        self._check_shape(data)
-        return data
+        return self.find_all([name])[name]
+
+    def find_all(self, names: Collection[str]) -> dict[str, ShardedData]:
+        """:meth:`find` of several tables, by name."""
+        by_source: dict[Source, list[str]] = {}
+        for name in names:
+            by_source.setdefault(self._tables[name].source, []).append(name)
+        found = {}
+        for source, own in by_source.items():
+            for data in source.find(own):
+                self._check_shape(data)
+                found[data.name] = data
+        return found
 
     def moved(self, located: Located) -> list[str]:
         """Return the tables whose rectangles have changed since the bits were stored. The same on
@@ -378,16 +411,32 @@ class PackedStore:
         """Bring the bits of moved tables to their new holders. Collective over the groups of moved
         tables: one all-to-all each. Bits whose shard is on another device now are copied there,
         which is local."""
-        moved = self.moved(located)
-        moves = {name: self._tables[name].move(located[name].tiling) for name in moved}
-        for name, found in self.exchange(moves).items():
-            self._tables[name].take(located[name], found)
-        self.version += len(moved)
+        if moved := self.moved(located):
+            self._take(moved, located)
         for name, data in located.items():
             table, before = self._tables[name], self._tables[name].shards
             # A model may have been moved, such as by .to(), since the bits were stored.
             table.follow(data)
-            self.version += table.shards != before
+            if table.shards != before:
+                self.version += 1
+
+    def _take(self, moved: list[str], located: Located) -> None:
+        """Receive the bits of this rank's new shards. Collective."""
+        moves = {name: self._tables[name].move(located[name].tiling) for name in moved}
+        with jointly("moving masks", [group for group, _ in self.over_groups(moved)]) as call:
+            arrived = self.exchange(moves)
+            call.sent_all()
+        # Other ranks have their bits by now.
+        taken = finish(
+            lambda: {
+                name: self._tables[name].assembled(located[name], found)
+                for name, found in arrived.items()
+            }
+        )
+        for name, shards in taken.items():
+            self._tables[name].shards = shards
+            self._tables[name].tiling = located[name].tiling
+        self.version += len(moved)
 
     # Masks.
 
@@ -461,8 +510,18 @@ class PackedStore:
         """Return the tables' masks and counts of lookups as tensors in global coordinates, their
         ``configs``, shapes, blocks and numbers of mask updates as JSON. Local, unless column
         borders cut bytes of masks: then collective."""
-        # First, because it may be collective. Nothing below communicates.
-        writes = self._masks_to_write()
+        moves, cut = self._moves_to_write()
+        with jointly("state_dict()", [group for group, _ in self.over_groups(cut)]):
+            return self._saved(configs, moves, self.exchange(cut))
+
+    def _saved(
+        self,
+        configs: Mapping[str, Any],
+        moves: Mapping[str, pieces.Move],
+        arrived: Mapping[str, Sequence[Held]],
+    ) -> dict[str, Any]:
+        """Return the state, with masks from what has arrived of their ``moves``. Local."""
+        writes = self._masks_to_write(moves, arrived)
         tables, masks = {}, {}
         for name, table in self._tables.items():
             tables[name] = {
@@ -482,10 +541,10 @@ class PackedStore:
         # Tables without counts get no entry: DCP does not find the entry of an empty mapping.
         return {**saved, "counts": counts} if counts else saved
 
-    def _masks_to_write(self) -> dict[str, list[BlockMask]]:
-        """Return the parts of each mask that this rank writes to a checkpoint: see
-        :func:`~dist_sparse.sparsifiers.pieces.written`. Local, unless a border of columns cuts
-        bytes of a mask: then collective over its group."""
+    def _moves_to_write(self) -> tuple[dict[str, pieces.Move], dict[str, pieces.Move]]:
+        """Return the moves to the parts of each mask that this rank writes to a checkpoint, see
+        :func:`~dist_sparse.sparsifiers.pieces.written`; and the moves that bring bits of other
+        ranks, where a border of columns cuts bytes of a mask."""
         moves, cut = {}, {}
         for name, table in self._tables.items():
             parts, cuts_bytes = pieces.written(table.tiling, table.block, table.shape)
@@ -493,7 +552,13 @@ class PackedStore:
             if cuts_bytes:
                 # Known from metadata, so that all ranks of the group take part in the exchange.
                 cut[name] = moves[name]
-        arrived, cpu = self.exchange(cut), torch.device("cpu")
+        return moves, cut
+
+    def _masks_to_write(
+        self, moves: Mapping[str, pieces.Move], arrived: Mapping[str, Sequence[Held]]
+    ) -> dict[str, list[BlockMask]]:
+        """Return the parts of each mask that this rank writes. Local."""
+        cpu = torch.device("cpu")
         found: dict[str, list[BlockMask]] = {}
         for name, move in moves.items():
             held = arrived.get(name, move.held)

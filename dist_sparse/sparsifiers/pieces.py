@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from dist_sparse.checks import from_json, integer
-from dist_sparse.groups import Group, Parcels, Read, Replica, cut, rank_in
+from dist_sparse.groups import Group, Replica, rank_in
 from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BitWriter, BlockMask, Held, count_bits, pack, unpack
+from dist_sparse.messages import cut
+from dist_sparse.parcels import Parcels, Read
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.hashing import STEP, logical_shift, mix64
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners

@@ -17,15 +17,17 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block, refuse
+from dist_sparse.checks import UNTOUCHED, integer, number, parse_block, refuse
 from dist_sparse.groups import Facts, Group
 from dist_sparse.masking.block_masks import (
     Goal,
     NewMasks,
     ScoredTable,
     find_cuts,
+    masks_of,
     new_masks,
     score_tables,
+    select,
 )
 from dist_sparse.masking.kept_scores import Caching, RowMeasure, ScoreCache
 from dist_sparse.masking.scores import Measure, worth_keeping
@@ -226,13 +228,13 @@ class ScoreSparsifier(BaseDataSparsifier):
         None if only whole shards can be scored: then no scores are kept."""
         return None if self.measure is None else (self.measure, self.measure)
 
-    def select_masks(
-        self, scored: Mapping[str, ScoredTable], names: list[str], group: Group
-    ) -> dict[str, NewMasks]:
-        """Return the new masks of ``names``: the collective half of a mask update."""
-        tables = [scored[name] for name in names]
-        made = new_masks(tables, group, pooled=self.scope == "global")
-        return dict(zip(names, made, strict=True))
+    def select(self, scored: Mapping[str, ScoredTable], names: list[str], group: Group) -> None:
+        """See :meth:`MaskUpdater.select`."""
+        select([scored[name] for name in names], group, pooled=self.scope == "global")
+
+    def selected_masks(self, scored: Mapping[str, ScoredTable]) -> dict[str, NewMasks]:
+        """See :meth:`MaskUpdater.selected_masks`."""
+        return dict(zip(scored, masks_of([*scored.values()]), strict=True))
 
     def audit(self) -> dict[str, str]:
         """Like :meth:`BaseDataSparsifier.audit`; also compare the kept scores with fresh scores of
@@ -276,8 +278,12 @@ class ScoreSparsifier(BaseDataSparsifier):
         find_cuts(goal)
         return check_cached(data, (1, 1) if goal.by_element else goal.block)
 
-    def check_levels(self, levels: Mapping[str, float | str]) -> None:
+    def check_levels(self, levels: Mapping[str, float | str], located: Located) -> None:
         """Refuse levels, by the name of each sharded table, that no mask update could reach. Local.
+
+        Args:
+            levels: of the tables.
+            located: the tables as they are stored now.
 
         Raises:
             ValueError: with the scope ``"global"``; names what is in the way.
@@ -285,7 +291,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         goals = {}
         for name, level in levels.items():
             config = {**self.data_groups[name], "sparsity_level": level}
-            goals[name] = self._goal(self.masks.tables.find(name), config)
+            goals[name] = self._goal(located[name], config)
         self._check_pool(goals)
 
     def _check_pool(self, goals: Mapping[str, Goal]) -> None:
@@ -334,13 +340,18 @@ class ScoreSparsifier(BaseDataSparsifier):
         floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)
         # A floor of 0.07 keeps 7 of 100 blocks, although 0.07 * 100 is 7.000000000000001.
         most = blocks - math.ceil(floor * blocks - 1e-9)
-        scope: Any = choice("scope", self.scope, SCOPES)
-        self.scope = scope
-        if self.scope == "global":
+        # A user may have assigned it.
+        if self.scope not in SCOPES:
+            raise ValueError(f"Invalid scope={self.scope!r}: must be one of {SCOPES}.")
+        is_pooled = self.scope == "global"
+        if is_pooled:
             _check_pooled(data, block)
-            # Below level 1, at least one block stays, however small its scores.
+            # Below level 1, at least one block stays, however small its scores; a level that rounds
+            # to all blocks asks for one less.
             if level < 1:
-                most = min(most, blocks - 1)
+                stays = max(blocks - 1, 0)
+                k = min(k, stays)
+                most = min(most, stays)
             # A table at level 0 stays dense.
             if level == 0:
                 most = 0
@@ -348,7 +359,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             data=data,
             block=block,
             # In a pool, ``k`` is an average over the tables, and ``max_blocks`` limits this one.
-            k=k if self.scope == "global" else min(k, most),
+            k=k if is_pooled else min(k, most),
             max_blocks=most,
             zeros_per_block=max(zeros, 1),
             measure=measure,

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Facts, Group
+from dist_sparse.groups import Call, Facts, Group
 from dist_sparse.masking.block_masks import NewMasks
+from dist_sparse.masking.device import finish
 from dist_sparse.masking.masks import BlockMask, Held, ShardChange
 from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.dense_store import Configs
@@ -114,10 +115,13 @@ class MaskUpdater(abc.ABC):
                 new_masks[name].append(NewMask(new, ~new.bits))
         return new_masks
 
-    def select_masks(self, scored: Any, names: list[str], group: Group) -> Mapping[str, NewMasks]:
-        """Return the new masks of ``names``, which are stored over ``group``: the collective half
-        of a mask update. This class sends nothing."""
-        return {name: NewMasks(scored[name], (1, 1)) for name in names}
+    def select(self, scored: Any, names: list[str], group: Group) -> None:  # noqa: B027
+        """Find what the new masks of ``names``, which are stored over ``group``, remove: the
+        collective part of a mask update. This class sends nothing."""
+
+    def selected_masks(self, scored: Any) -> Mapping[str, NewMasks]:
+        """Return all new masks, after :meth:`select`. Local."""
+        return {name: NewMasks(masks, (1, 1)) for name, masks in scored.items()}
 
 
 @torch.no_grad()
@@ -127,38 +131,48 @@ def update_masks(sparsifier: MaskUpdater) -> None:
     Raises:
         ValueError: on every rank; no mask and no weight has changed, except that tables may be
             rotated.
+        MemoryError, RuntimeError: this rank ran out of memory twice after its last message, while
+            it wrote the new masks. Other ranks have updated theirs, so the next mask update is
+            refused on every rank: resume from a checkpoint.
     """
     masks, packed = sparsifier.masks, sparsifier.masks.tables
-    if masks.rotation is not None:
-        # Before scoring: a rotation moves the norm of a table into its first columns.
-        masks.rotation.update()
     recorder = masks.recorder
     before: PlainMasks = []
     try:
         with nullcontext() if recorder is None else recorder.step():
-            located, new_masks = make_masks(sparsifier, before)
-            if recorder is not None:
-                recorder.note(packed, located, new_masks, sparsifier.data_groups)
-            if masks.undo is not None:
-                # It copies the removed weights: a rank may run out of memory.
-                with packed.agreeing("step()"):
+            with packed.jointly("step()") as call:
+                if masks.rotation is not None:
+                    # Before scoring: a rotation moves the norm of a table into its first columns.
+                    masks.rotation.update()
+                located, new_masks = make_masks(sparsifier, before, call)
+                if recorder is not None:
+                    recorder.note(packed, located, new_masks, sparsifier.data_groups)
+                if masks.undo is None:
+                    # An agreement would be one more message in each mask update.
+                    call.sent_all()
+                else:
                     masks.undo.keep(masks, located, new_masks)
-            _apply(packed, located, new_masks)
+            finish(lambda: _zero_removed(packed, located, new_masks))
+            for name, new in new_masks.items():
+                packed.replace(located[name], new)
+            finish(masks.hooks.end_step)
     except BaseException:
         # KeyboardInterrupt too: no mask of plain data may stay half edited.
         for mask, old in before:
             mask.data = old
         raise
-    masks.hooks.end_step()
 
 
-def make_masks(sparsifier: MaskUpdater, before: PlainMasks) -> tuple[Located, dict[str, NewMasks]]:
+def make_masks(
+    sparsifier: MaskUpdater, before: PlainMasks, call: Call
+) -> tuple[Located, dict[str, NewMasks]]:
     """Return the sharded tables as they are stored now, and their new masks, not put in place yet.
     Collective.
 
     Args:
         sparsifier: whose masks.
         before: gets the live masks of plain data, which change at once, each with a copy.
+        call: the mask update.
     """
     packed = sparsifier.masks.tables
     # If shards have moved, masks must move before scoring where a user's update_mask reads them, or
@@ -180,10 +194,18 @@ def make_masks(sparsifier: MaskUpdater, before: PlainMasks) -> tuple[Located, di
         with packed.agreeing("step()") as group_facts:
             scored = _score(sparsifier, located, before, group_facts)
     # 4. Collective: select.
-    new_masks: dict[str, NewMasks] = {}
     for group, names in packed.over_groups(located):
-        new_masks |= sparsifier.select_masks(scored, names, group)
+        sparsifier.select(scored, names, group)
+    if not _sends_masks(sparsifier.masks, located):
+        call.sent_all()
+    new_masks = finish(lambda: sparsifier.selected_masks(scored))
     return located, _replace_by_first_copies(packed, located, new_masks)
+
+
+def _sends_masks(masks: Masks, located: Located) -> bool:
+    """Return whether ranks send messages after they have made their new masks."""
+    copied = any(data.copied for data in located.values())
+    return copied or masks.recorder is not None or masks.undo is not None
 
 
 def _score(
@@ -192,7 +214,10 @@ def _score(
     before: PlainMasks,
     group_facts: GroupFacts,
 ) -> Any:
-    """Score plain data and this rank's shards, and add the facts that follow from them."""
+    """Zero revived weights, update the masks of plain data, score this rank's shards, and add the
+    facts that follow from them."""
+    # Zeroes revived weights of all tables, which must not be scored.
+    sparsifier.masks.hooks.begin_step()
     _update_plain(sparsifier, before)
     for name, data in located.items():
         check_writable(data)
@@ -212,8 +237,6 @@ def _score(
 def _update_plain(sparsifier: MaskUpdater, before: PlainMasks) -> None:
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
-    # Zeroes revived weights, which must not be scored.
-    sparsifier.masks.hooks.begin_step()
     dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
@@ -222,8 +245,9 @@ def _update_plain(sparsifier: MaskUpdater, before: PlainMasks) -> None:
         sparsifier.update_mask(name, dense.weight(name), **sparsifier.data_groups[name])
 
 
-def _apply(packed: PackedStore, located: Located, new_masks: Mapping[str, NewMasks]) -> None:
-    """Zero newly removed weights, and put the new masks in place. Local."""
+def _zero_removed(packed: PackedStore, located: Located, new_masks: Mapping[str, NewMasks]) -> None:
+    """Zero newly removed weights, before the new masks are put in place: if a write fails, no mask
+    claims zeros that were not written. Local."""
     # One list for all tables: on an accelerator, they share launches.
     changes = []
     for name, new in new_masks.items():
@@ -231,9 +255,6 @@ def _apply(packed: PackedStore, located: Located, new_masks: Mapping[str, NewMas
         for shard, old, (mask, dirty) in shards:
             changes.append(ShardChange(mask, shard.tensor, old, dirty))
     BlockMask.apply_all_changed_(changes)
-    # Masks last: if a write fails, none of them claims zeros that were not written.
-    for name, new in new_masks.items():
-        packed.replace(located[name], new)
 
 
 def _note_facts(group_facts: GroupFacts, located: Located, sparsifier: MaskUpdater) -> None:
@@ -246,6 +267,9 @@ def _note_facts(group_facts: GroupFacts, located: Located, sparsifier: MaskUpdat
         facts["the list of moved tables"] = sorted(moved.intersection(names))
         for name in names:
             data = located[name]
+            # Different after an update that ended on some ranks only.
+            updates = masks.tables.table(name).updates
+            facts[f"the number of mask updates of table {name!r}"] = updates
             facts[f"the config of table {name!r}"] = sparsifier.data_groups[name]
             facts[f"the shape of table {name!r}"] = [*data.shape, str(data.dtype)]
             # add_model() has compared the tilings of models already; that is slow at 1,000 ranks.

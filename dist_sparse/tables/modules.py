@@ -12,7 +12,7 @@ import fnmatch
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from dist_sparse.checks import name_list, refuse
 from dist_sparse.groups import several
 from dist_sparse.tables.protocols import Collection as TableCollection
-from dist_sparse.tables.protocols import TorchRecPort
+from dist_sparse.tables.protocols import TableBatch, TorchRecPort
 from dist_sparse.tables.shards import (
     Rect,
     Shard,
@@ -46,10 +46,11 @@ _WRAPPED = {
     "_orig_mod",
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
-    # With the class: users have attributes called "module" too. By its name: apex has such classes.
-    "DataParallel.module",
-    "DistributedDataParallel.module",
 }
+
+# The classes that keep it in the attribute "module", which users have too. By their names: apex has
+# such classes.
+_WRAPPERS = {"DataParallel", "DistributedDataParallel"}
 
 
 def torchrec_port() -> TorchRecPort | None:
@@ -71,8 +72,8 @@ def torchrec_port() -> TorchRecPort | None:
 def loaded_torchrec() -> TorchRecPort:
     """Return :func:`torchrec_port` where there is an object of TorchRec's: the program has imported
     torchrec."""
-    port = torchrec_port()
-    assert port is not None
+    from dist_sparse.torchrec import port
+
     return port
 
 
@@ -113,6 +114,12 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     path.
     """
     return {at.path: at.module for at in _visits(model, set())}
+
+
+def weight_name(module: nn.Module) -> str:
+    """Return the name of the parameter with the rows of an embedding of torch's: ``weight``, or
+    ``stored_weight`` of a compact one, whose rows are not ids."""
+    return "stored_weight" if "stored_weight" in module._parameters else "weight"
 
 
 class ModelTables:
@@ -185,19 +192,28 @@ class ModelTables:
         names = self._names
         self._entries = {names[entry.fqn]: entry for entry in walked if entry.fqn in names}
 
-    def find(self, name: str) -> ShardedData:
-        """Return one table that was located before, as it is stored now. Walks the model only if it
-        has changed since.
+    def find(self, names: Collection[str]) -> list[ShardedData]:
+        """Return tables that were located before, as they are stored now. Walks the model only if
+        it has changed since.
 
         Raises:
-            ValueError: the model no longer contains it.
+            ValueError: the model no longer contains one.
         """
-        entry = self._entries.get(name)
-        if entry is not None and entry.is_in(self.model):
-            return entry.locate(name, collection_of)
-        for data in self.locate([name]):
-            return data
-        raise ValueError(f"The registered table {name!r} is no longer in the model.")
+        # One reading of a collection serves all its tables; see locate().
+        read = cache(collection_of)
+        found = []
+        for name in names:
+            entry = self._entries.get(name)
+            if entry is None or not entry.is_in(self.model):
+                return self._found_again(names)
+            found.append(entry.locate(name, read))
+        return found
+
+    def _found_again(self, names: Collection[str]) -> list[ShardedData]:
+        located = self.locate(names)
+        if missing := sorted({*names}.difference([data.name for data in located])):
+            raise ValueError(f"The registered tables {missing} are no longer in the model.")
+        return located
 
     def _select(self, walked: list[_Entry]) -> _ByName:
         """Return the entries that include, exclude and dense select."""
@@ -242,9 +258,7 @@ class _Visit(NamedTuple):
     ddp: DistributedDataParallel | None = None
 
     def child(self, name: str, module: nn.Module) -> _Visit:
-        kinds = type(self.module).__mro__
-        spelled = {name, *(f"{kind.__name__}.{name}" for kind in kinds)}
-        path = self.path if _WRAPPED & spelled else _join(self.path, name)
+        path = self.path if _is_wrapped(self.module, name) else _join(self.path, name)
         trail = _join(self.trail, name)
         # The innermost DDP counts: its process group may be smaller than the one around it.
         if isinstance(self.module, DistributedDataParallel):
@@ -321,6 +335,7 @@ class _Walk:
         self._seen_dense = {id(None)}
         self._table_weights: set[int] = set()
         self._slots = slots
+        self._port = torchrec_port()
 
     def entries_in(self, model: nn.Module) -> list[_Entry]:
         """Return all entries of a model, in its order."""
@@ -341,7 +356,7 @@ class _Walk:
             refuse_it = partial(_refuse_entry, kind, at.path, reason)
             yield _Entry(label or kind, "", at.path, at, refuse_it)
             return
-        collection = _collection(module)
+        collection = self._port.collection(module) if self._port else None
         if collection is not None:
             self._skip_below(module)
             embeddings = collection.embeddings()
@@ -354,7 +369,9 @@ class _Walk:
                     # A place for each table: DDP may ignore some tables of a collection.
                     name = f"{collection.attribute}.{table.name}"
                     place = at.child(name, embeddings[table.name])
-                    yield from self._table(place, table.name, at.path, table.features)
+                    yield from self._table(
+                        place, table.name, at.path, features=table.features, drawn=table.drawn
+                    )
             return
         if self._add_table_weight(module):
             yield from self._table(at, label or "weight", "")
@@ -372,7 +389,7 @@ class _Walk:
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if is_embedding:
             # A parametrized embedding has no such parameter: any id without meaning will do.
-            self._table_weights.add(id(module._parameters.get("weight", module)))
+            self._table_weights.add(id(module._parameters.get(weight_name(module), module)))
         return is_embedding
 
     def _refusal(self, module: nn.Module) -> str | None:
@@ -387,19 +404,21 @@ class _Walk:
                 "a bare FBGEMM table batch has no table names; use TorchRec's collections, or"
                 " add_data on its weights"
             )
-        port = torchrec_port()
-        return port.refusal(module) if port else None
+        return self._port.refusal(module) if self._port else None
 
-    def _table(
-        self, at: _Visit, name: str, path: str, features: tuple[str, ...] = ()
-    ) -> Iterator[_Entry]:
-        """Yield the table of an embedding of torch's, unless its weight was yielded before."""
+    def _table(self, at: _Visit, name: str, path: str, **more: Any) -> Iterator[_Entry]:
+        """Yield the table of an embedding of torch's, unless its weight was yielded before.
+
+        Args:
+            more: further arguments of :class:`ShardedData`.
+        """
         # Not .weight, which would compute a parametrized weight.
-        weight = at.module._parameters.get("weight")
+        attribute = weight_name(at.module)
+        weight = at.module._parameters.get(attribute)
         if weight is None or id(weight) not in self._seen:
             self._seen.add(id(weight))
-            fqn = _join(at.path, "weight")
-            locate = partial(_replicated, at, "weight", fqn, features)
+            fqn = _join(at.path, attribute)
+            locate = partial(_replicated, at, attribute, fqn, more)
             yield _Entry(name, path, fqn, at, locate)
 
     def _dense_parameters(self, at: _Visit) -> Iterator[_Entry]:
@@ -411,7 +430,7 @@ class _Walk:
             self._seen_dense.add(id(parameter))
             fqn = _join(at.path, name)
             label = fqn.replace(".", "/")
-            locate = partial(_replicated, at, name, fqn, ())
+            locate = partial(_replicated, at, name, fqn, {})
             yield _Entry(label, "", fqn, at, locate, parameter)
 
 
@@ -420,7 +439,7 @@ def _sharded_table(module: nn.Module, table: str, fqn: str, name: str, read: _Re
 
 
 def _replicated(
-    at: _Visit, attribute: str, fqn: str, features: tuple[str, ...], name: str, _: _Read
+    at: _Visit, attribute: str, fqn: str, more: Mapping[str, Any], name: str, _: _Read
 ) -> ShardedData:
     """Return the data of a parameter that every rank of the DDP around it holds whole, or this rank
     alone."""
@@ -433,7 +452,9 @@ def _replicated(
     assert parameter is not None
     # Of .data: autograd must not see that masks are applied.
     view = parameter.data.view(matrix_shape(parameter.shape))
-    return whole(name, view, ranks, fqn=fqn, features=features)
+    # An EmbeddingBag leaves padding out: its row is never read.
+    padding = at.module.padding_idx if isinstance(at.module, nn.Embedding) else None
+    return whole(name, view, ranks, fqn=fqn, padding=padding, **more)
 
 
 def _reason_against(parameter: Any, dims: Sequence[int]) -> str | None:
@@ -507,6 +528,13 @@ def _list_names(named: _ByName) -> str:
     return ", ".join(names) or "(there are none)"
 
 
+def _is_wrapped(module: nn.Module, name: str) -> bool:
+    """Whether an attribute of a wrapper is the user's module."""
+    if name == "module":
+        return not _WRAPPERS.isdisjoint([kind.__name__ for kind in type(module).__mro__])
+    return name in _WRAPPED
+
+
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
@@ -536,10 +564,13 @@ class TensorSource:
 
     def locate(self, names: Collection[str] | None = None) -> list[ShardedData]:
         """Return its one entry. Does not communicate; raises ValueError as the class says."""
-        return [self.find(self._name)]
+        return [self._located()]
 
-    def find(self, name: str) -> ShardedData:
+    def find(self, names: Collection[str]) -> list[ShardedData]:
         """Return its one entry."""
+        return [self._located()]
+
+    def _located(self) -> ShardedData:
         data = self.data
         if data.dim() not in (1, 2):
             raise ValueError(
@@ -622,3 +653,17 @@ def _rect_of(shard: Any) -> Rect:
     row, col = [0, *shard.shard_offsets][-2:]
     rows, cols = [1, *shard.shard_sizes][-2:]
     return Rect(int(row), int(col), int(rows), int(cols))
+
+
+def collections_of(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the sharded collections among some modules, each once."""
+    torchrec = torchrec_port()
+    if torchrec is not None:
+        yield from filter(torchrec.is_sharded, dict.fromkeys(modules))
+
+
+def batches_of(collections: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, TableBatch]]:
+    """Yield this rank's table batches with a fused optimizer, each with its collection."""
+    for collection in collections:
+        for batch in collection_of(collection).batches():
+            yield collection, batch

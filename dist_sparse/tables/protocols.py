@@ -14,12 +14,14 @@ from dist_sparse.tables.shards import ShardedData
 
 
 class TableConfig(NamedTuple):
-    """A table of a collection: which features look it up, and how their rows are pooled."""
+    """A table of a collection: which features look it up, how their rows are pooled, and what its
+    initial values are drawn from (see :class:`~dist_sparse.tables.shards.ShardedData`)."""
 
     name: str
     features: tuple[str, ...]
     rows: int
     pooling: Literal["sum", "mean", "none"]
+    drawn: tuple[float, float] | None = None
 
 
 # Which ids of a lookup keep their weight; see TableBatch.mask_weights().
@@ -42,6 +44,16 @@ class LookupKernel(Protocol):
     @property
     def pooling(self) -> Literal["sum", "mean", "none"]:
         """How the rows of a bag are pooled."""
+
+    @property
+    def divides_later(self) -> bool:
+        """Whether sums of :attr:`module` become means after the output distribution."""
+
+    @property
+    def loss_share(self) -> float:
+        """What the gradient of a rank's loss is multiplied by on its way to the output of
+        :attr:`module`: 1 / N where TorchRec averages the losses of N ranks, 1 where it adds them up
+        or where every rank has a whole copy."""
 
     def weights(self) -> list[Tensor]:
         """Return live views of the shards."""
@@ -100,8 +112,8 @@ class TableBatch(LookupKernel, Protocol):
                 tensor). Returns which ids keep their weight, bool ``(n,)``.
         """
 
-    def restore_pooling(self) -> None:
-        """Pool as before :meth:`mask_weights`."""
+    def restore_pooling(self, *_: object) -> None:
+        """Pool as before :meth:`mask_weights`. Takes what a forward hook gets."""
 
     def hyperparameters(self) -> dict[str, float]:
         """Return the optimizer's hyperparameters that FBGEMM can change, and its step count."""
@@ -116,6 +128,8 @@ class Collection(Protocol):
         pooled: it returns bags: the rows of a sample's ids, pooled.
         weighted: its ids have weights.
         needs_indices: it returns the ids beside their rows.
+        merges_ids: ids that a batch has several times reach the kernels once (index dedup), so that
+            lookups can't be counted there.
         attribute: the attribute that holds the embedding modules, a part of fully qualified names.
     """
 
@@ -123,6 +137,7 @@ class Collection(Protocol):
     pooled: bool
     weighted: bool
     needs_indices: bool
+    merges_ids: bool
     attribute: str
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -62,7 +62,8 @@ class Rect(NamedTuple):
         """Return the common rectangle, or None when it is empty."""
         row, col = max(self.row, other.row), max(self.col, other.col)
         # Negative if the rectangles are apart.
-        rows, cols = min(self.row_end, other.row_end) - row, min(self.col_end, other.col_end) - col
+        rows = min(self.row + self.rows, other.row + other.rows) - row
+        cols = min(self.col + self.cols, other.col + other.cols) - col
         return Rect(row, col, rows, cols) if rows > 0 and cols > 0 else None
 
     def __str__(self) -> str:
@@ -95,6 +96,10 @@ class ShardedData:
         features: the features that look the table up, in a collection of TorchRec's.
         copied: replicas are trained separately and averaged periodically (TorchRec's 2-D
             parallelism), so that they may differ; all use the masks of the first.
+        merges_ids: ids that a batch has several times are looked up once (TorchRec's index dedup).
+        drawn: the bounds of the uniform distribution that its initial values are drawn from; None
+            where another initializer is used, or none is known.
+        padding: the row of the ``padding_idx`` of an ``nn.Embedding``; None without one.
     """
 
     name: str
@@ -108,13 +113,16 @@ class ShardedData:
     fqn: str | None = None
     features: tuple[str, ...] = ()
     copied: bool = False
+    merges_ids: bool = False
+    drawn: tuple[float, float] | None = None
+    padding: int | None = None
 
     @property
     def holders(self) -> tuple[int, ...]:
         """The global ranks that hold the tensor, in group order."""
         return self.ranks or (0,)
 
-    @property
+    @cached_property
     def replicated(self) -> bool:
         """Whether any rectangle is held more than once."""
         return len(self.rects) < sum(map(len, self.tiling))
@@ -128,6 +136,15 @@ class ShardedData:
         """Return the blocks of the whole table."""
         return grid_of(Rect(0, 0, *self.shape), block)
 
+    def with_padding(self, shard: Shard, read: Tensor) -> Tensor:
+        """Return which rows of a shard lookups read, bool ``(rows,)``: those that a record has
+        seen, and the row of padding unless it is zeros. Lookups return it, and no gradient reaches
+        it. A record that has seen no row stays empty."""
+        # Only a table that each rank holds whole has such a row.
+        if self.padding is None or not read.any() or not shard.tensor[self.padding].any():
+            return read
+        return read | (torch.arange(len(read), device=read.device) == self.padding)
+
     @property
     def device(self) -> torch.device:
         """The device of this rank's shards; the CPU if it holds none."""
@@ -137,12 +154,12 @@ class ShardedData:
     def _owned(self) -> list[list[Rect]]:
         return owners(self.tiling)
 
-    @property
+    @cached_property
     def has_whole_rows(self) -> bool:
         """Whether no rank holds only a part of a row."""
         return all(rect.cols == self.shape[1] for rect in self.rects)
 
-    @property
+    @cached_property
     def rects(self) -> list[Rect]:
         """The distinct rectangles over all ranks, in row-major order of their corners."""
         return sorted(set(chain(*self.tiling)))
@@ -151,7 +168,7 @@ class ShardedData:
 def not_empty(rects: Iterable[Rect]) -> tuple[Rect, ...]:
     """Return the rectangles with elements. A row-wise table with fewer rows than ranks leaves the
     last ranks rectangles of zero rows."""
-    return tuple(rect for rect in rects if rect.numel)
+    return tuple([rect for rect in rects if rect.rows and rect.cols])
 
 
 # Tables as they are stored now, by name.
@@ -217,8 +234,8 @@ class Source(Protocol):
             names: some of the names that the first call has returned; None is all of them.
         """
 
-    def find(self, name: str) -> ShardedData:
-        """Return one tensor that was located before, as it is stored now. Does not walk the
+    def find(self, names: Collection[str]) -> list[ShardedData]:
+        """Return tensors that were located before, as they are stored now. Does not walk the
         model."""
 
 
@@ -227,7 +244,8 @@ def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
     matrix of ``shape``.
 
     Raises:
-        ValueError: it is not two positive ints, ``(int, ROW)`` or ``(COL, int)``.
+        ValueError: it is not two positive ints, ``(int, ROW)`` or ``(COL, int)``, or has more
+            elements than an int64 can count.
     """
     try:
         sides: Any = block
@@ -238,12 +256,14 @@ def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
             width = max(shape[1], 1)
         elif height == COL:
             height = max(shape[0], 1)
-        return integer("rows", height, least=1), integer("columns", width, least=1)
+        rows, columns = integer("rows", height, least=1), integer("columns", width, least=1)
+        integer("elements", rows * columns, most=2**63 - 1)
     except (TypeError, ValueError):
         raise ValueError(
             f"Invalid sparse_block_shape={block!r} of {name!r}: must be two positive ints, (int,"
-            " ROW) or (COL, int)."
+            " ROW) or (COL, int), of less than 2**63 elements."
         ) from None
+    return rows, columns
 
 
 def check_data(data: ShardedData) -> None:
@@ -406,6 +426,8 @@ class Grid(Rect):
         return -(-self.blocks // 8)
 
 
+# A mask update asks for the same few grids many times.
+@lru_cache(4096)
 def grid_of(rect: Rect, block: Block) -> Grid:
     """Return the blocks that touch ``rect``, on the grid anchored at the global (0, 0); none if it
     is empty."""

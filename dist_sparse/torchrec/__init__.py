@@ -5,11 +5,16 @@ TorchRec 1.n, FBGEMM 1.n and torch 2.(n + 5) are built for each other and no oth
 """
 
 import importlib.metadata
+import os
 import warnings
 from contextlib import suppress
 
-# Tested releases: of torch, and of the TorchRec and FBGEMM built for it. Ascending.
-_TESTED = {"2.12": "1.7", "2.13": "1.8"}
+# The known releases: of torch, and of the TorchRec and FBGEMM built for it. Ascending. Known means
+# that the names in tests/torchrec/contract.py were compared, and that all tests pass.
+_KNOWN = {"2.13": "1.8", "2.14": "1.9"}
+
+# An environment variable: set to 1, it lets unknown releases pass.
+AT_OWN_RISK = "DIST_SPARSE_UNKNOWN_RELEASES"
 
 
 def installed() -> dict[str, str]:
@@ -25,7 +30,7 @@ def installed() -> dict[str, str]:
 def fitting(torch_version: str) -> str | None:
     """Return the release of TorchRec and FBGEMM that fits a torch, such as ``"1.8"``; None where
     none is known."""
-    return _TESTED.get(_minor(torch_version))
+    return _KNOWN.get(_minor(torch_version))
 
 
 def advised(torch_version: str, torchrec_version: str) -> tuple[str, str]:
@@ -34,25 +39,25 @@ def advised(torch_version: str, torchrec_version: str) -> tuple[str, str]:
     else they are the latest.
     """
     torch = _minor(torch_version)
-    if torch not in _TESTED:
-        torch_of = {release: torch for torch, release in _TESTED.items()}
-        torch = torch_of.get(_minor(torchrec_version), list(_TESTED)[-1])
-    return torch, _TESTED[torch]
+    if torch not in _KNOWN:
+        torch_of = {release: torch for torch, release in _KNOWN.items()}
+        torch = torch_of.get(_minor(torchrec_version), list(_KNOWN)[-1])
+    return torch, _KNOWN[torch]
 
 
 def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: str) -> None:
-    """Refuse a mix of releases that were not built for each other.
+    """Refuse releases that were not built for each other, and releases whose internals are not
+    known. The latter pass with a warning if the environment variable :data:`AT_OWN_RISK` is 1.
 
     Raises:
-        ImportError: two of them don't fit, or TorchRec is older than 1.0; names the wrong one.
-            Unknown (nightly, internal) versions and untested releases only warn.
+        ImportError: names the release that is wrong or unknown.
     """
     have = f"torch {torch_version}, torchrec {torchrec_version}, fbgemm-gpu {fbgemm_version}"
     torch = _minor(torch_version)
     torchrec = _minor(torchrec_version)
     fbgemm = _minor(fbgemm_version)
     if "" in (torch, torchrec, fbgemm):
-        warnings.warn(f"Can't tell whether these fit together: {have}.", stacklevel=2)
+        _refuse_unknown("A development build may read and write rows in other ways", have)
         return
     major, minor = map(int, torchrec.split("."))
     if major < 1:
@@ -65,12 +70,18 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
                 f"The {name} is wrong: torchrec {torchrec_version} needs {needed}.*;"
                 f" installed: {have}."
             )
-    if torchrec not in _TESTED.values():
-        warnings.warn(
-            "dist_sparse reads TorchRec's internals and knows those of"
-            f" {', '.join(_TESTED.values())}; installed: {have}.",
-            stacklevel=2,
+    if torchrec not in _KNOWN.values():
+        known = ", ".join(_KNOWN.values())
+        _refuse_unknown(f"dist_sparse reads TorchRec's internals and knows those of {known}", have)
+
+
+def _refuse_unknown(reason: str, have: str) -> None:
+    if os.environ.get(AT_OWN_RISK) != "1":
+        raise ImportError(
+            f"{reason}; installed: {have}. To go on at your own risk, set {AT_OWN_RISK}=1, and run"
+            " the tests and dist-sparse selftest first."
         )
+    warnings.warn(f"{reason}; installed: {have}.", stacklevel=3)
 
 
 def _minor(version: str) -> str:

@@ -10,8 +10,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableSet, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate, chain
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -41,6 +41,7 @@ from dist_sparse.torchrec import check_versions
 check_versions(torch.__version__, torchrec.__version__, fbgemm_gpu.__version__)
 
 from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
+from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -82,11 +83,7 @@ _SEQUENCES = (EmbeddingCollection, ShardedEmbeddingCollection)
 # TorchRec derives a sharded feature processor from its collections; the one inside has the tables.
 _KNOWN = (*_BAGS, *_SEQUENCES, ShardedFeatureProcessedEmbeddingBagCollection)
 _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-_ANY_COLLECTION = (
-    EmbeddingBagCollectionInterface,
-    EmbeddingCollectionInterface,
-    ShardedEmbeddingModule,
-)
+_UNSHARDED = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 
 _QUANTIZED = "it is quantized; sparsify the float model before quantizing"
 _COLLISIONS = "managed collisions move ids between rows"
@@ -127,7 +124,8 @@ def refusal(module: nn.Module) -> str | None:
         # These Python modules have helper modules too, which hold no tables.
         if base.__module__ in REFUSED and re.search("^Sharded|Collection", base.__name__):
             return REFUSED[base.__module__]
-    if isinstance(module, _ANY_COLLECTION) and not isinstance(module, _KNOWN):
+    holds_tables = isinstance(module, (*_UNSHARDED, ShardedEmbeddingModule))
+    if holds_tables and not isinstance(module, _KNOWN):
         return (
             "it is not a module that dist_sparse knows; EmbeddingBagCollection and"
             " EmbeddingCollection work"
@@ -147,7 +145,7 @@ def lookups(module: nn.Module) -> list[nn.Module]:
 
 def collection(module: nn.Module) -> Collection | None:
     """Return a collection as it is now, None for another module."""
-    if is_sharded(module):
+    if isinstance(module, _SHARDED):
         return ShardedTables(module)
     if isinstance(module, _BAGS + _SEQUENCES):
         return UnshardedTables(module)
@@ -162,6 +160,16 @@ def configs_of(module: Any) -> list[Any]:
     return list(module.embedding_bag_configs() if bags else module.embedding_configs())
 
 
+def uniform_bounds(config: Any) -> tuple[float, float] | None:
+    """Return the bounds of the uniform distribution of a table's initial values; None if the
+    table has another initializer."""
+    # TorchRec's configuration sets the default: a partial of uniform_ with its bounds.
+    if getattr(config.init_fn, "func", None) is not nn.init.uniform_:
+        return None
+    given = config.init_fn.keywords
+    return given.get("a", 0.0), given.get("b", 1.0)
+
+
 def table_configs(configs: Sequence[Any]) -> list[TableConfig]:
     """Return the package's form of TorchRec's configurations."""
     found = []
@@ -169,7 +177,8 @@ def table_configs(configs: Sequence[Any]) -> list[TableConfig]:
         # Configurations of sequences have no such field.
         pooling: Any = getattr(config, "pooling", PoolingType.NONE).value.lower()
         features = tuple(config.feature_names)
-        found.append(TableConfig(config.name, features, config.num_embeddings, pooling))
+        rows, drawn = config.num_embeddings, uniform_bounds(config)
+        found.append(TableConfig(config.name, features, rows, pooling, drawn))
     return found
 
 
@@ -195,14 +204,11 @@ ROW_WRITERS = {
     "EXACT_ROWWISE_WEIGHTED_ADAGRAD",
 }
 
-
 # Modes of weight decay that shrink a weight by a multiple of itself. The others count the lookups
 # of each row, or compare norms.
 _PLAIN_DECAYS = {"NONE", "L2", "DECOUPLE"}
 
-
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
-
 
 # Lookups whose backward has not run yet, by FBGEMM's module: it outlives each FbgemmBatch.
 _pending: WeakKeyDictionary[nn.Module, WeakSet[object]] = WeakKeyDictionary()
@@ -221,6 +227,22 @@ class Kernel:
         self.features: list[int] = list(kernel._feature_table_map)
         self._own_pooling: Any = self._batch.pooling_mode
         self.pooling: Literal["sum", "mean", "none"] = self._own_pooling.name.lower()
+
+    @property
+    def divides_later(self) -> bool:
+        """Whether sums become means after the output distribution, as of row-wise tables."""
+        tables = self.module._config.embedding_tables
+        return self.pooling == "sum" and any(table.pooling is PoolingType.MEAN for table in tables)
+
+    @property
+    def loss_share(self) -> float:
+        """What the gradient of a rank's loss is multiplied by on its way to the output of the
+        kernel; see :class:`~dist_sparse.tables.protocols.LookupKernel`."""
+        # The output distribution divides gradients by the number of its ranks. A data-parallel
+        # table has none, and no metadata: DDP averages the gradients of the parameter later.
+        is_cut = any(table.local_metadata for table in self.module._config.embedding_tables)
+        ranks = dist.get_world_size(self.module._pg) if is_cut and get_gradient_division() else 1
+        return 1 / ranks
 
     def weights(self) -> list[Tensor]:
         """Return live views of the shards."""
@@ -299,8 +321,11 @@ class FbgemmBatch(Kernel):
     def storage(self) -> list[Tensor]:
         """Return the tensors that hold the weights of all shards."""
         batch = self._batch
-        memories = (batch.weights_dev, batch.weights_host, batch.weights_uvm)
-        return [memory for memory in memories if memory.numel()]
+        stored = []
+        for memory in (batch.weights_dev, batch.weights_host, batch.weights_uvm):
+            if memory.numel():
+                stored.append(memory)
+        return stored
 
     def mask_weights(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
         """Return the keywords of a pooled lookup in which some ids have the weight 0; see
@@ -326,8 +351,8 @@ class FbgemmBatch(Kernel):
             changed["feature_requires_grad"] = none
         return changed
 
-    def restore_pooling(self) -> None:
-        """Pool as before :meth:`mask_weights`."""
+    def restore_pooling(self, *_: object) -> None:
+        """Pool as before :meth:`mask_weights`. A forward hook of FBGEMM's module."""
         self._batch.pooling_mode = self._own_pooling
 
     def _ends(
@@ -387,6 +412,8 @@ class UnshardedTables:
         self.pooled = isinstance(module, _BAGS)
         # Only bags have weighted ids, and only sequences return the ids themselves.
         self.weighted = self.needs_indices = False
+        # Only sharded sequences have it, from their sharder or from set_ec_index_dedup().
+        self.merges_ids = bool(getattr(module, "_use_index_dedup", False))
         if self.pooled:
             self.attribute, self.weighted = "embedding_bags", module._is_weighted
         else:
@@ -498,7 +525,7 @@ class _TableShards:
     """
 
     config: Any
-    rects: defaultdict[int, list[Rect]] = field(default_factory=lambda: defaultdict(list))
+    rects: defaultdict[int, list[Rect]] = field(default_factory=partial(defaultdict, list))
     views: list[tuple[Tensor, Any]] = field(default_factory=list)
 
 
@@ -530,6 +557,13 @@ class ShardedTables(UnshardedTables):
         # Under 2-D parallelism, DDP keeps data-parallel tables equal: they are no copies.
         copied = isinstance(env, ShardingEnv2D) and config.local_metadata is not None
         _refuse_unknown_storage(name, config, copied)
+        # Set by mark_data_parallel_skip_grad_sync(), new in 1.9.
+        unsynced = getattr(self._module, "_skip_data_parallel_grad_sync", False)
+        if unsynced and config.local_metadata is None and len(index_in_copy) > 1:
+            raise ValueError(
+                f"Table {name!r}: it is data-parallel without DDP, so its replicas drift apart:"
+                " drop mark_data_parallel_skip_grad_sync() on its collection."
+            )
         shards = []
         for rect, (view, kernel) in zip(stored.rects[env.rank], stored.views, strict=True):
             if view.shape != rect[2:]:
@@ -555,7 +589,14 @@ class ShardedTables(UnshardedTables):
             fqn=fqn,
             features=tuple(config.feature_names),
             copied=copied,
+            merges_ids=self.merges_ids,
+            drawn=self._drawn[table],
         )
+
+    @cached_property
+    def _drawn(self) -> dict[str, tuple[float, float] | None]:
+        # Configurations of shards have no init_fn of the user's, but the default.
+        return {config.name: uniform_bounds(config) for config in self._configs}
 
     @cached_property
     def _index_in_copy(self) -> dict[int, int]:
@@ -582,7 +623,9 @@ class ShardedTables(UnshardedTables):
     def _shards_by_table(self) -> dict[str, _TableShards]:
         shards: dict[str, _TableShards] = {}
         for rank, config in self._shard_configs():
-            shards.setdefault(config.name, _TableShards(config)).rects[rank].append(_rect(config))
+            if config.name not in shards:
+                shards[config.name] = _TableShards(config)
+            shards[config.name].rects[rank].append(_rect(config))
         # TorchRec has one lookup for each sharding, and one kernel for each of its table groups, in
         # the same order: the views of this rank come in the order of its rectangles.
         for kernel in self._torchrec_kernels():
@@ -602,31 +645,37 @@ class ShardedTables(UnshardedTables):
             shardings = self._module._sharding_type_to_sharding.values()
         for sharding in shardings:
             for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
-                for config in chain.from_iterable(group.embedding_tables for group in groups):
-                    yield rank, config
+                for group in groups:
+                    for config in group.embedding_tables:
+                        yield rank, config
 
 
 def _refuse_unknown_storage(name: str, config: Any, copied: bool) -> None:
     kernel = config.compute_kernel.value
-    start = f"Table {name!r}:"
-    types = ", ".join(each.value for each in _TYPES)
-    refuse(
-        {
-            f"{start} the compute kernel {kernel!r} is not supported;"
-            f" {', '.join(_KERNELS)} are.": kernel not in _KERNELS,
-            f"{start} memory stashing moves its weights away between forward and backward, where"
-            " masks do not follow. Set stash_weights=False in its configuration.": (
-                # Releases before 1.8 have no such field.
-                getattr(config, "stash_weights", False)
-            ),
-            f"{start} weights of type {config.data_type.value} are not supported; {types} are.": (
-                config.data_type not in _TYPES
-            ),
-            f"{start} TorchRec's 2-D parallelism never averages tables with the compute kernel"
-            f" {kernel!r}, so that its copies drift apart. Give it a fused optimizer, or make it"
-            " data-parallel.": copied and kernel not in FUSED,
-        }
-    )
+    if kernel not in _KERNELS:
+        raise ValueError(
+            f"Table {name!r}: the compute kernel {kernel!r} is not supported;"
+            f" {', '.join(_KERNELS)} are."
+        )
+    # Also where 1.9's MemoryStashingManager has selected it.
+    if config.stash_weights:
+        raise ValueError(
+            f"Table {name!r}: memory stashing moves its weights away between forward and backward,"
+            " where masks do not follow. Set stash_weights=False in its configuration, and leave it"
+            " out of MemoryStashingManager's tables."
+        )
+    if config.data_type not in _TYPES:
+        types = ", ".join(each.value for each in _TYPES)
+        raise ValueError(
+            f"Table {name!r}: weights of type {config.data_type.value} are not supported; {types}"
+            " are."
+        )
+    if copied and kernel not in FUSED:
+        raise ValueError(
+            f"Table {name!r}: TorchRec's 2-D parallelism never averages tables with the compute"
+            f" kernel {kernel!r}, so that its copies drift apart. Give it a fused optimizer, or"
+            " make it data-parallel."
+        )
 
 
 def _shape(config: Any) -> tuple[int, int]:

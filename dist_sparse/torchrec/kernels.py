@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dist_sparse.tables.jagged import check_weights, offsets_fit
+
 # Values of FBGEMM's enums EmbeddingLocation, SparseType and PoolingMode, so that reading them does
 # not import FBGEMM.
 HOST = 3
@@ -29,7 +31,8 @@ def available() -> bool:
 
 
 def select_jagged(values: Tensor, lengths: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chosen values and the new lengths of their bags."""
+    """Return the chosen values and the new lengths of their bags. The lengths must add up to the
+    number of values: the operator copies memory behind them otherwise."""
     found: tuple[Tensor, Tensor] = torch.ops.fbgemm.masked_select_jagged_1d(values, lengths, chosen)
     return found
 
@@ -107,10 +110,16 @@ class StoredRows:
         return self.rows, self.scale_bias
 
 
-def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
+def table_batch(
+    tables: Sequence[StoredRows], needs_weights: bool, weights_refusal: str
+) -> nn.Module:
     """Return FBGEMM's module over tables with the same pooling, each with one feature. It takes the
     model's own ids and remaps them: by arrays, 8 bytes per id of the original tables, or if fewer
-    than 1% of the ids have a row by a hash map, 18 to 40 bytes per row."""
+    than 1% of the ids have a row by a hash map, 18 to 40 bytes per row.
+
+    ``needs_weights`` and ``weights_refusal``: as of
+    :func:`~dist_sparse.tables.jagged.check_weights`.
+    """
     from fbgemm_gpu.split_embedding_configs import SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
@@ -144,22 +153,39 @@ def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
         # Rows without gaps between them, as in the artifact.
         row_alignment=1,
     )
-    return _TableBatch(module)
+    return _TableBatch(module, len(tables), needs_weights, weights_refusal)
 
 
 class _TableBatch(nn.Module):
-    """FBGEMM's module, which reads negative ids as id 0. FBGEMM lets -1 pass, and its remap reads
-    the entry before the table's first one. TorchScript compiles it: a hook could not be."""
+    """FBGEMM's module behind checks of its arguments, which it trusts. Negative ids are read as id
+    0: FBGEMM lets -1 pass, and its remap reads the entry before the table's first one. TorchScript
+    compiles it: a hook could not be."""
 
-    def __init__(self, tables: nn.Module) -> None:
+    def __init__(
+        self, tables: nn.Module, features: int, needs_weights: bool, weights_refusal: str
+    ) -> None:
         super().__init__()
-        self.tables = tables
+        self.tables, self.features = tables, features
+        self.needs_weights, self.weights_refusal = needs_weights, weights_refusal
 
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Return the pooled rows: see :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
-        pooled: Tensor = self.tables(indices.clamp(min=0), offsets, per_sample_weights)
+        for tensor in (indices, offsets):
+            if tensor.dim() != 1 or (tensor.dtype != torch.int32 and tensor.dtype != torch.int64):
+                raise ValueError("Ids and offsets must be 1-D, and int32 or int64.")
+        bags = offsets.size(0) - 1
+        if bags < 0 or bags % self.features != 0:
+            raise ValueError("Offsets must be those of as many bags for each feature, and an end.")
+        if not offsets_fit(offsets, indices.size(0)):
+            raise ValueError("Offsets begin with 0, never fall, and end with the number of ids.")
+        weights = check_weights(
+            indices, per_sample_weights, self.needs_weights, self.weights_refusal
+        )
+        # FBGEMM ignores strides.
+        offsets = offsets.long().contiguous()
+        pooled: Tensor = self.tables(indices.long().clamp(min=0), offsets, weights)
         return pooled
 
 
@@ -193,6 +219,16 @@ def bag_collection(tables: Sequence[StoredRows], is_weighted: bool) -> nn.Module
 
 # Keeps logarithms finite.
 _ETA = 1e-12
+
+
+def load_metrics() -> None:
+    """Import what :func:`auc_and_ne` needs.
+
+    Raises:
+        ImportError, OSError: TorchRec or FBGEMM is not installed, or does not load.
+    """
+    import torchrec.metrics.auc
+    import torchrec.metrics.ne  # noqa: F401
 
 
 def auc_and_ne(predictions: Tensor, labels: Tensor) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.checks import refuse
+from dist_sparse.tables.jagged import check_lengths
 from dist_sparse.tables.protocols import Replacement
 from dist_sparse.tables.shards import steps_in_backward
 from dist_sparse.torchrec.collections import (
@@ -300,13 +300,19 @@ def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTen
 
 
 def unpack_ids(
-    ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool
+    ids: KeyedJaggedTensor,
+    features: Sequence[str],
+    check_weights: Callable[[Tensor, Tensor | None], Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return values, lengths and weights (None if the collection is not weighted) in the order of
-    ``features``.
+    """Return values, lengths and weights in the order of ``features``.
+
+    Args:
+        check_weights: called with values and weights, or None, as they come; returns the weights,
+            or raises.
 
     Raises:
-        ValueError: a feature or weights are missing, or batches differ in size by feature.
+        ValueError: a feature or weights are missing, batches differ in size by feature, or lengths
+            do not fit in a KeyedJaggedTensor that is reordered; others are not checked.
     """
     if not isinstance(ids, KeyedJaggedTensor):
         raise ValueError(
@@ -314,18 +320,20 @@ def unpack_ids(
             " lengths."
         )
     # With either, outputs and inputs differ in their number of rows.
-    resized = ids.variable_stride_per_key() or ids.inverse_indices_or_none() is not None
-    refuse(
-        {
+    if ids.variable_stride_per_key() or ids.inverse_indices_or_none() is not None:
+        raise ValueError(
             "A KeyedJaggedTensor with batches of different sizes or inverse indices is not"
-            " supported.": resized,
-            "The collection is weighted, and the KeyedJaggedTensor has no weights.": (
-                weighted and ids.weights_or_none() is None
-            ),
-        }
-    )
-    ids = reordered(ids, features)
-    return ids.values(), ids.lengths(), ids.weights() if weighted else None
+            " supported: pass one with the same batch for each feature, repeated ids included."
+        )
+    keys, values, lengths = ids.keys(), ids.values(), ids.lengths()
+    weights = check_weights(values, ids.weights_or_none())
+    if keys == list(features):
+        return values, lengths, weights
+    # Reordering runs a kernel that trusts lengths, and sums that a KeyedJaggedTensor was made with:
+    # a new one has none.
+    check_lengths(values, lengths, len(keys))
+    ids = reordered(KeyedJaggedTensor(keys, values, weights, lengths), features)
+    return ids.values(), ids.lengths(), ids.weights_or_none()
 
 
 def pack_outputs(

@@ -10,20 +10,22 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
 from dist_sparse import checks, schedulers
-from dist_sparse.enforcer.dense import same_storage
-from dist_sparse.groups import cut
-from dist_sparse.rotation.rotate import rotation_groups
+from dist_sparse.messages import cut
+from dist_sparse.optimizers import same_storage
+from dist_sparse.records import GuardCheck
 from dist_sparse.schedulers.curves import Window
-from dist_sparse.sparsifiers.importance import SCORES
-from dist_sparse.sparsifiers.score import SCOPES
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier, Score
+from dist_sparse.sparsifiers.score import SCOPES, Norm, Scope
+from dist_sparse.tables.bases import TableGroups, rotation_groups
 from dist_sparse.tables.shards import (
     ROW,
     Block,
@@ -35,7 +37,7 @@ from dist_sparse.tables.shards import (
     resolve_block,
 )
 
-Level = float | Literal["untouched", "auto"]
+Level = float | Literal["untouched"]
 Levels = Level | Mapping[str, Level]
 OptimizerState = Literal["keep", "reset"]
 MakeScheduler = Callable[..., schedulers.ReadyDataScheduler]
@@ -59,20 +61,138 @@ _SCHEDULES: dict[str, MakeScheduler] = {
 }
 
 
+@runtime_checkable
+class TableRotation(Protocol):
+    """Rotates tables before each mask update, such as ``dist_sparse.extras.rotation.Rotation``."""
+
+    @property
+    def tables(self) -> TableGroups:
+        """``"table"``, for each table that is pruned, or groups of names. Other tables stay
+        dense."""
+
+    def rotate(self, sparsifier: BaseDataSparsifier) -> None:
+        """Set the ``masks.rotation`` of a sparsifier whose enforcer is attached. Collective."""
+
+
+class UpdateGuard:
+    """The methods of a guard that a :class:`~dist_sparse.SparseTraining` calls, none of them
+    collective. This class allows each mask update. ``dist_sparse.extras.guard.Guard`` has them wait
+    for validations, and undoes some.
+
+    Attributes:
+        validations: the validations so far and their outcomes.
+    """
+
+    def __init__(self) -> None:
+        self.validations: list[GuardCheck] = []
+
+    def attach(
+        self, sparsifier: ImportanceSparsifier, scheduler: schedulers.ReadyDataScheduler
+    ) -> None:
+        """Guard the mask updates of these two from now on, with a new state."""
+
+    @property
+    def owed(self) -> bool:
+        """Whether the schedule had a mask update that is still to come."""
+        return False
+
+    def before_step(self) -> None:
+        """Called before a step of the sparsifier, whose ``enable_mask_update`` it may change."""
+
+    def after_step(self) -> None:
+        """Called after this step."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state: JSON-able."""
+        return None
+
+    def prepare_load(self, state: Any) -> Callable[[], None]:
+        """Check a state of :meth:`state_dict`, and return the function that restores it.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        if state is not None:
+            raise ValueError(
+                "The state is of a training with a guard: pass one, as Advanced(guard=...) of"
+                " sparsify()."
+            )
+        return lambda: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advanced:
+    """Arguments of :func:`~dist_sparse.sparsify` that few jobs need.
+
+    Args:
+        scope: ``"table"``, or ``"global"``: the total bytes of all levels are removed wherever
+            scores are smallest; see :class:`~dist_sparse.extend.ScoreSparsifier`.
+        floor: the least fraction of blocks that a table keeps, for all or by globs as in ``level``.
+        protect: globs of tables that stay dense but count towards ``budget`` (tables in ``exclude``
+            do not).
+        norm: ``"L1"`` or ``"L2"``, the mean of ``|x|`` or of ``x * x`` by which blocks are
+            compared; None is L2.
+        score: ``"norm"``, ``"frequency"``, ``"accumulator"`` or ``"norm_accumulator"``, by which
+            blocks are compared; see :class:`~dist_sparse.ImportanceSparsifier`. None is
+            ``"norm_accumulator"`` for whole rows if Adagrad steps all tables and no ``norm`` is
+            given, and ``"norm"`` otherwise; ``summary()`` names it.
+        dense: globs of other parameters to register too, True for all.
+        optimizer_state: ``"keep"`` or ``"reset"``, as in :class:`~dist_sparse.MaskEnforcer`.
+        min_rows: tables with fewer rows stay dense.
+        auto_step: call ``step()`` after each step of the (last) optimizer, for training loops that
+            can't be edited. With gradient accumulation, steps are optimizer steps.
+        rotate: with ``block="col"``, rotates tables before each mask update, so that the removed
+            columns hold the least information: ``dist_sparse.extras.rotation.Rotation``.
+        guard: has mask updates wait for validations, and undoes one that costs quality:
+            ``dist_sparse.extras.guard.Guard``.
+        decay: with ``score="frequency"``, the factor by which counts of lookups shrink at each mask
+            update, in [0, 1]; None is 1, so that all traffic counts equally.
+        trust_record: with ``level="untouched"``, remove rows without a proof that they were never
+            trained; see :func:`~dist_sparse.remove_untouched`.
+
+    They are checked by :func:`~dist_sparse.sparsify`.
+
+    Example::
+
+        >>> import torch
+        >>> import dist_sparse as ds
+        >>> model = torch.nn.EmbeddingBag(10, 8)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> small = ds.Advanced(min_rows=0, norm="L1")
+        >>> sparse = ds.sparsify(model, optimizer, level=0.5, end=0, block="row", advanced=small)
+        >>> sparse.step()
+        >>> sparse.sparsity
+        0.5
+        >>> sparse.detach()
+    """
+
+    scope: Scope = "table"
+    floor: Levels | None = None
+    protect: str | list[str] | None = None
+    norm: Norm | None = None
+    score: Score | None = None
+    dense: bool | str | list[str] | None = None
+    optimizer_state: OptimizerState = "keep"
+    min_rows: int = 16
+    auto_step: bool = False
+    rotate: TableRotation | None = None
+    guard: UpdateGuard | None = None
+    decay: float | None = None
+    trust_record: bool = False
+
+
 @dataclass(kw_only=True)
 class SparsifyArgs:
     """Arguments of :func:`~dist_sparse.sparsify` beside model and optimizers, checked and resolved
     as far as they need no model.
 
     Attributes:
-        level: ``"auto"`` has become the largest number below 1.
         budget: bytes as an int, or a fraction of them as a float.
         block: ``(rows, columns)``, text parsed; checked for each table later.
         every: at most ``end - begin``, so that ``level`` is reached in at least two mask updates.
-        norm, optimizer_state: in the case that the parts use.
-        score: None is ``"norm_accumulator"`` if its sums are known of all tables, else the norm.
         schedule: a callable that constructs the scheduler.
-        auto: ``level`` was ``"auto"``.
+        advanced: text in the case that the parts use; ``score`` None is ``"norm_accumulator"`` if
+            its sums are known of all tables, else the norm.
 
     Raises:
         ValueError: an argument is invalid.
@@ -80,25 +200,14 @@ class SparsifyArgs:
 
     level: Levels | None
     budget: Any
-    scope: Any
-    floor: Levels | None
-    protect: Any
     end: int | None
     begin: int
     every: int
     block: Any
-    norm: Any
-    score: Any
     include: Any
     exclude: Any
-    dense: Any
     schedule: Any
-    optimizer_state: Any
-    min_rows: int
-    auto_step: bool
-    rotate: Any
-    decay: Any
-    auto: bool = field(default=False, init=False)
+    advanced: Any
 
     def __post_init__(self) -> None:
         # Python's ints, checked.
@@ -106,24 +215,33 @@ class SparsifyArgs:
         if self.end is not None:
             # Otherwise a schedule shorter than `every` would have one update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
-        one = f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
-        checks.refuse({one: (self.level is None) == (self.budget is None)})
-        self.auto = self.level == "auto"
-        if self.auto:
-            # Up to one block of each table in equal steps. final_levels() caps the level where the
-            # number of blocks is known; 1.0 would mean all blocks.
-            self.level = math.nextafter(1.0, 0.0)
-            self.schedule = self.schedule or "linear"
+        if (self.level is None) == (self.budget is None):
+            raise ValueError(
+                f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
+            )
+        if self.advanced is None:
+            self.advanced = Advanced()
+        if not isinstance(self.advanced, Advanced):
+            raise ValueError(
+                f"Invalid advanced={self.advanced!r}: must be a dist_sparse.Advanced(...)."
+            )
+        advanced = dict(vars(self.advanced))
         for argument, check in _CHECKS.items():
-            value = getattr(self, argument)
+            given = advanced if argument in advanced else vars(self)
             # Arguments that may not be None are refused where they are used.
-            if value is not None:
-                setattr(self, argument, check(argument, value))
-        self.min_rows = checks.integer("min_rows", self.min_rows, least=0)
+            if given[argument] is not None:
+                given[argument] = check(argument, given[argument])
+        self.advanced = Advanced(**advanced)
         if checks.UNTOUCHED in _by_glob(self.level).values():
             self._take_untouched()
         self._refuse_conflicts()
         self._take_defaults()
+
+    @property
+    def rotated(self) -> TableGroups:
+        """The tables that are rotated, as :func:`~dist_sparse.tables.bases.rotation_groups` takes
+        them."""
+        return [] if self.advanced.rotate is None else self.advanced.rotate.tables
 
     def _take_defaults(self) -> None:
         if self.schedule is None:
@@ -132,27 +250,30 @@ class SparsifyArgs:
         # "norm_accumulator", the default elsewhere, reads an optimizer's sums of whole rows, and
         # would ignore a norm.
         rows = (1, ROW), [1, ROW]
-        if self.score is None and (self.norm is not None or self.block not in rows):
-            self.score = "norm"
-        for argument, default in {"norm": "L2", "rotate": [], "decay": 1.0}.items():
-            if getattr(self, argument) is None:
-                setattr(self, argument, default)
+        given = self.advanced
+        if given.score is None and (given.norm is not None or self.block not in rows):
+            given = replace(given, score="norm")
+        decay = 1.0 if given.decay is None else given.decay
+        self.advanced = replace(given, norm=given.norm or "L2", decay=decay)
 
     def _refuse_conflicts(self) -> None:
-        decay = f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts"
-        auto = "Invalid level='auto' with rotate or decay: guard() can't undo such updates."
-        rotated = "Invalid scope='global' with rotate: rotated columns are removed by position."
-        checks.refuse(
-            {
-                f"{decay} lookups.": self.decay is not None and self.score != "frequency",
-                auto: self.auto and (self.rotate or self.decay not in (None, 1)),
-                rotated: self.scope == "global" and self.rotate,
-            }
-        )
+        given = self.advanced
+        if given.decay is not None and given.score != "frequency":
+            raise ValueError(
+                f"Invalid decay={given.decay} with score={given.score!r}: 'frequency' alone counts"
+                " lookups."
+            )
+        if given.guard is not None and (given.rotate is not None or given.decay not in (None, 1)):
+            raise ValueError("Invalid guard with rotate or decay: no guard can undo such updates.")
+        if given.scope == "global" and given.rotate is not None:
+            raise ValueError(
+                "Invalid scope='global' with rotate: rotated columns are removed by position."
+            )
 
     def _take_untouched(self) -> None:
         """Set the defaults of the level ``"untouched"``: Adagrad's sums, and one mask update."""
-        self.score = self.score or "accumulator"
+        if self.advanced.score is None:
+            self.advanced = replace(self.advanced, score="accumulator")
         if self.schedule is None and self.end is not None:
             if self.begin:
                 raise ValueError(
@@ -170,12 +291,15 @@ class SparsifyArgs:
         Args:
             names: the names of all tables.
         """
+        facts = {**vars(self), **vars(self.advanced)}
+        del facts["advanced"]
         # As text, which keeps the order of the globs: the last that matches counts.
-        text = {"level": str(self.level), "floor": str(self.floor)}
+        facts |= {"level": str(self.level), "floor": str(self.advanced.floor)}
         # A class can't be sent: its name is compared.
-        schedule = getattr(self.schedule, "__name__", type(self.schedule).__name__)
-        rotate = rotation_groups(self.rotate, names)
-        return {**vars(self), **text, "schedule": schedule, "rotate": rotate}
+        facts["schedule"] = getattr(self.schedule, "__name__", type(self.schedule).__name__)
+        facts["rotate"] = rotation_groups(self.rotated, names)
+        facts["guard"] = self.advanced.guard is not None
+        return facts
 
 
 def _by_glob(given: Levels | Mapping[str, None] | None) -> Mapping[str, Any]:
@@ -210,10 +334,16 @@ def _glob_list(argument: str, given: object) -> bool | list[str]:
     return given if isinstance(given, bool) else sorted(checks.name_list(argument, given))
 
 
+def _of_type(argument: str, given: object, kind: type, example: str) -> object:
+    if not isinstance(given, kind):
+        raise ValueError(f"Invalid {argument}={given!r}: must be such as {example}.")
+    return given
+
+
 # The check of each argument: takes its name and value, and returns the value resolved.
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "level": _levels,
-    "budget": lambda _, given: parse_budget(given),
+    "budget": lambda _, given: checks.parse_budget(given),
     "scope": partial(checks.choice, known=SCOPES),
     "floor": partial(_levels, check=checks.level),
     "protect": _glob_list,
@@ -225,7 +355,13 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "score": partial(checks.choice, known=SCORES),
     "schedule": _schedule,
     "optimizer_state": partial(checks.choice, known=("keep", "reset")),
+    "min_rows": partial(checks.integer, least=0),
+    "rotate": partial(
+        _of_type, kind=TableRotation, example="dist_sparse.extras.rotation.Rotation('table')"
+    ),
+    "guard": partial(_of_type, kind=UpdateGuard, example="dist_sparse.extras.guard.Guard()"),
     "decay": checks.level,
+    "trust_record": checks.flag,
 }
 
 
@@ -240,16 +376,16 @@ def left_dense(
     if groups of tables are rotated, tables in no group: nothing could make them narrower.
 
     Raises:
-        ValueError: none is pruned, a glob of ``args.protect`` matches no table, or a table to
-            rotate is left dense.
+        ValueError: none is pruned, a glob of ``protect`` matches no table, or a table to rotate is
+            left dense.
     """
     reasons = _dense_reasons(model, modules, located, args)
     # "table" is each table that is pruned. Groups name tables, which a user expects to be rotated.
-    if args.rotate and args.rotate != "table":
-        rotated = set(chain(*rotation_groups(args.rotate, located)))
+    if args.advanced.rotate is not None and args.rotated != "table":
+        rotated = set(chain(*rotation_groups(args.rotated, located)))
         if rotated & reasons.keys():
             raise ValueError(
-                f"Invalid rotate={args.rotate}: these tables are left dense: {_listed(reasons)}."
+                f"Invalid rotate={args.rotated}: these tables are left dense: {_listed(reasons)}."
             )
         others = [name for name in located if name not in rotated]
         reasons = dict.fromkeys(others, "in no group of rotate") | reasons
@@ -265,34 +401,41 @@ def _dense_reasons(
     args: SparsifyArgs,
 ) -> dict[str, str]:
     """Return why tables stay dense, by name, rotation not considered."""
-    guarded = protected(located, checks.name_list("protect", args.protect))
+    guarded = protected(located, checks.name_list("protect", args.advanced.protect))
     included = dict.fromkeys(checks.name_list("include", args.include))
     # Shards are views of parameters. Whether a parameter is frozen, or an embedding, is known of
     # itself alone, and only the memory of a shard shows to which one it belongs.
     is_frozen = same_storage([p for p in model.parameters() if not p.requires_grad])
-    embeddings = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    is_embedding = same_storage(list(nn.ModuleList(embeddings).parameters()))
+    is_embedding = same_storage(_embedding_weights(modules))
     reasons = {}
     for name, data in located.items():
         # Empty for tables of sharded collections, which are embeddings, and trained.
         whole = [shard.tensor for shard in data.shards if data.sharding == "replicated"]
         # The others were selected by dense=: a small one, or any name, is no reason.
         is_table = not whole or any(map(is_embedding, whole))
-        # If several rules hold, the last is reported.
-        rules = {
-            "position embeddings; include= prunes them": (
-                is_table and _is_of_positions(data, included)
-            ),
-            f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}": (
-                is_table and data.shape[0] < args.min_rows
-            ),
-            "frozen (requires_grad=False)": any(map(is_frozen, whole)),
-            "protected": name in guarded,
-        }
-        for reason, holds in rules.items():
-            if holds:
+        if name in guarded:
+            reasons[name] = "protected"
+        elif any(map(is_frozen, whole)):
+            reasons[name] = "frozen (requires_grad=False)"
+        elif is_table:
+            reason = _table_reason(data, included, args.advanced.min_rows)
+            if reason:
                 reasons[name] = reason
     return reasons
+
+
+def _embedding_weights(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    embeddings = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    return list(nn.ModuleList(embeddings).parameters())
+
+
+def _table_reason(data: ShardedData, included: Mapping[str, None], min_rows: int) -> str | None:
+    """Return why a table that could be pruned stays dense, None if it is pruned."""
+    if data.shape[0] < min_rows:
+        return f"{data.shape[0]} rows, fewer than min_rows={min_rows}"
+    if _is_of_positions(data, included):
+        return "position embeddings; include= prunes them"
+    return None
 
 
 # Words in the names of position embeddings; `wpe` is GPT-2's.
@@ -385,31 +528,34 @@ def final_levels(
 # rotated tables back, and the tables that stay dense.
 
 
-def parse_budget(budget: object) -> float:
-    """Return ``budget``, a number of bytes, a fraction, or text such as ``"20%"``, as bytes or as a
-    fraction.
+def budget_bytes(budget: float, total: int) -> int:
+    """Return the bytes of a budget for tables that take ``total``; a fraction, which
+    :func:`~dist_sparse.checks.parse_budget` returns as a float, is rounded down."""
+    return budget if isinstance(budget, int) else math.floor(budget * total)
 
-    Raises:
-        ValueError: it is neither.
 
-    Example::
+def fewest_removed(
+    blocks: Mapping[str, int], most: Mapping[str, int], fits: Callable[[dict[str, int]], bool]
+) -> dict[str, int]:
+    """Return the number of blocks that each table loses at the lowest common level that fits a
+    budget, or at the highest level if none fits.
 
-        >>> from dist_sparse.training.arguments import parse_budget
-        >>> parse_budget("20%"), parse_budget(1 << 20)
-        (0.2, 1048576)
+    A level removes ``level * blocks``, rounded up: each table loses at least one block.
+
+    Args:
+        blocks: number of blocks, by table.
+        most: the most that a table may lose.
+        fits: whether tables that lose so many blocks are within the budget. Those that lose more
+            are too.
     """
-    value: Any = budget
-    if percent := re.fullmatch(r"(\d+(?:\.\d*)?) ?%", str(budget), re.ASCII):
-        value = float(percent[1]) / 100
-    # The type tells: 1 is one byte, 1.0 all of them. type(), because a bool is an int too.
-    most = {int: math.inf, float: 1.0}
-    if type(value) not in most or not 0 <= value <= most[type(value)]:
-        raise ValueError(
-            f"Invalid {budget=}: must be bytes (an int >= 0), a fraction (a float up to 1.0), or"
-            " text such as '20%', up to 100%."
-        )
-    parsed: float = value
-    return parsed
+
+    def removed(step: int) -> dict[str, int]:
+        level = step / _STEPS
+        return {name: min(math.ceil(level * blocks[name]), most[name]) for name in blocks}
+
+    # Level 0 is left out: without an index, all blocks may take less than all but one.
+    steps = range(1, _STEPS)
+    return removed(1 + bisect_left(steps, True, key=lambda step: fits(removed(step))))
 
 
 def budget_levels(
@@ -436,7 +582,7 @@ def budget_levels(
     """
     # Number of tables in the group of each rotated table.
     sizes: dict[str, int] = {}
-    for group in rotation_groups(args.rotate, pruned):
+    for group in rotation_groups(args.rotated, pruned):
         kept = {name: floors.get(name, 0.0) for name in group}
         if len(set(kept.values())) > 1:
             raise ValueError(
@@ -451,16 +597,14 @@ def budget_levels(
         tables.append(_PrunedTable(data, shape, floor, sizes.get(name, 0)))
     total = dense_bytes(located.values())
     dense = total - dense_bytes(pruned.values())
-    is_global = args.scope == "global"
+    is_global = args.advanced.scope == "global"
 
-    def served(step: int, is_global: bool) -> int:
-        return dense + sum(
-            table.served_bytes(table.removed_at(step, is_global)) for table in tables
-        )
+    def served(removed: Mapping[str, int]) -> int:
+        return dense + sum(table.served_bytes(removed[table.data.name]) for table in tables)
 
-    room = args.budget if isinstance(args.budget, int) else round(args.budget * total)
+    room = budget_bytes(args.budget, total)
     # What no scope can go below: floors hold over all tables together too.
-    least = served(_STEPS, is_global=False)
+    least = served({table.data.name: table.most_removed(is_global=False) for table in tables})
     most = f"all tables take {total}, so that nothing would be removed."
     few = (
         f"{least} are the least. Tables that are left dense take {dense} of them, and of each other"
@@ -468,9 +612,10 @@ def budget_levels(
     )
     of = f"Invalid budget of {room} bytes"
     checks.refuse({f"{of}: {most}": room >= total, f"{of}: {few}": room < least})
-    # Bytes never grow with the level: a binary search finds the lowest level that fits.
-    lowest = bisect_left(range(_STEPS), True, key=lambda step: served(step, is_global) <= room)
-    return {t.data.name: t.removed_at(lowest, is_global) / max(t.blocks, 1) for t in tables}
+    blocks = {table.data.name: table.blocks for table in tables}
+    limits = {table.data.name: table.most_removed(is_global) for table in tables}
+    removed = fewest_removed(blocks, limits, lambda removed: served(removed) <= room)
+    return {name: removed[name] / max(blocks[name], 1) for name in blocks}
 
 
 # The search is over multiples of 1 / _STEPS: float64 holds all of them exactly.
@@ -512,16 +657,15 @@ class _PrunedTable:
     def blocks(self) -> int:
         return self.data.grid(self.block).blocks
 
-    def removed_at(self, step: int, is_global: bool) -> int:
-        """Return the number of blocks removed at the level ``step / _STEPS``."""
-        removed = math.ceil(step / _STEPS * self.blocks)
+    def most_removed(self, is_global: bool) -> int:
+        """Return the most blocks that the table may lose."""
         # At least one block stays: level 1 would lift that limit.
         stays = min(self.blocks, 1)
         # With scope="global" the sparsifier removes elsewhere the blocks that a floor keeps.
         if not is_global:
             # - 1e-9: products such as 0.1 * 30 are a rounding error above an integer.
             stays = max(stays, math.ceil(self.floor * self.blocks - 1e-9))
-        return min(removed, self.blocks - stays)
+        return self.blocks - stays
 
     def served_bytes(self, removed: int) -> int:
         """Return the bytes of the table without so many blocks."""
@@ -530,7 +674,8 @@ class _PrunedTable:
         kept = self.blocks - removed
         # Whole rows: the kept ones are stored in sequence, and an index finds them.
         if not self.group:
-            return kept * math.prod(self.block) * itemsize + index_bytes(rows)
+            index = index_bytes(rows) if removed else 0
+            return kept * math.prod(self.block) * itemsize + index
         width = narrow_width(kept * self.block[1], columns)
         # Only a table that is rotated alone is rotated back, by a basis that is served too.
         basis = basis_bytes(columns, width) if self.group == 1 else 0

@@ -9,14 +9,8 @@ rank trains a model of its own, and nothing is compared. Either way the first ra
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dist_sparse.groups import (
-    Group,
-    Replica,
-    cut,
-    ranks_text,
-    warn_on_first_rank,
-    world_group,
-)
+from dist_sparse.groups import Group, Replica, warn_on_first_rank, world_group
+from dist_sparse.messages import cut, ranks_text
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.pieces import shared_weights
 from dist_sparse.tables.shards import Located

@@ -7,27 +7,24 @@ steps, validates, saves and detaches them together.
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.enforcer import Hook, Hooks
-from dist_sparse.enforcer.dense import Optimizers, torchrec_parts
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
 from dist_sparse.groups import warn_on_first_rank, world_group
-from dist_sparse.records import GuardCheck
-from dist_sparse.rotation.rotate import Rotate
-from dist_sparse.rotation.rotate import rotate as rotate_tables
+from dist_sparse.optimizers import Optimizers, torchrec_parts
+from dist_sparse.records import GuardCheck, removed_share
 from dist_sparse.schedulers import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.importance import ImportanceSparsifier, Score
+from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.masks import removed_lookups
-from dist_sparse.sparsifiers.score import BlockShape, Norm, Scope
+from dist_sparse.sparsifiers.score import BlockShape
 from dist_sparse.tables.modules import ModelTables, torchrec_port
 from dist_sparse.tables.shards import ROW
 from dist_sparse.text import (
@@ -41,17 +38,18 @@ from dist_sparse.text import (
     wrapped,
 )
 from dist_sparse.training.arguments import (
+    Advanced,
     Level,
     Levels,
-    OptimizerState,
     Schedule,
     SparsifyArgs,
+    UpdateGuard,
     by_table,
     final_levels,
     left_dense,
 )
-from dist_sparse.training.guard import Guard, Mode, prepare_load, save
 from dist_sparse.training.replicas import compare_replicas, replicas_of
+from dist_sparse.training.state import prepare_load, save
 
 
 class SparseTraining:
@@ -66,8 +64,7 @@ class SparseTraining:
         scheduler: the schedule of its ``sparsity_level``.
         enforcer: the :class:`~dist_sparse.MaskEnforcer`.
         left_dense: tables that are not pruned, with the reason.
-        validations: the calls of :meth:`guard` and their outcomes, in order, as
-            :class:`~dist_sparse.records.GuardCheck`; not saved.
+        guard: of ``Advanced(guard=...)``, or one that allows each mask update.
 
     Example::
 
@@ -99,14 +96,14 @@ class SparseTraining:
         scheduler: ReadyDataScheduler,
         enforcer: MaskEnforcer,
         left_dense: Mapping[str, str],
-        guarded: bool,
+        guard: UpdateGuard | None,
     ) -> None:
         self.sparsifier = sparsifier
         self.scheduler = scheduler
         self.enforcer = enforcer
         self.left_dense = dict(left_dense)
-        self.validations: list[GuardCheck] = []
-        self._guard = Guard(sparsifier, scheduler, guarded)
+        self.guard = guard or UpdateGuard()
+        self.guard.attach(sparsifier, scheduler)
         # Set by sparsify() and _attach(), once the ranks have agreed.
         self._auto_step = False
         self._hooks = Hooks()
@@ -137,92 +134,24 @@ class SparseTraining:
         """Whether the last mask update of the schedule has happened."""
         # last_epoch counts steps taken: it is end + 1 after the step of the update at `end`.
         passed = self.scheduler.last_epoch > self.scheduler.window.last
-        return passed and not self._guard.state.owed
+        return passed and not self.guard.owed
 
     @property
     def sparsity(self) -> float:
         """The achieved fraction of removed blocks, over all tables and ranks. Collective if tables
         are sharded."""
-        blocks = removed = 0
-        for table in self.sparsifier.table_stats():
-            blocks += table.blocks
-            removed += table.removed_blocks
-        return removed / max(blocks, 1)
+        return removed_share(self.sparsifier.table_stats())
+
+    @property
+    def validations(self) -> list[GuardCheck]:
+        """The validations of the guard and their outcomes, in order; not saved."""
+        return self.guard.validations
 
     @property
     def partial_tables(self) -> list[str]:
         """The tables that this rank holds in part only, or not at all. Local."""
         located = self.sparsifier.masks.tables.locate()
         return [name for name, data in located.items() if dict(data.shards).keys() != {*data.rects}]
-
-    def guard(self, metric: float | Tensor, tolerance: float = 0.001, mode: Mode = "max") -> bool:
-        """Judge the last mask update by a validation: call it with the metric of each. Collective.
-
-        The first call must come before the first mask update that removes weights: its metric is
-        the first reference, and later the best one that held is. From then on, each mask update
-        waits until a validation has accepted the one before; an update scheduled in the
-        meantime runs at the first step after that. While the metric holds, the schedule goes on.
-        When it falls, the last mask update is undone: its masks, the weights that it removed and
-        their optimizer state are as they were before it, all other weights stay as they are now.
-        The schedule then ends, at the level of the update before.
-
-        A metric that falls while no update waits for its validation undoes nothing: the next update
-        waits until it holds again.
-
-        What an update removes is kept until its validation, on the rank that holds it, with its
-        optimizer state: a copy of the removed weights of that one update. It is not saved: a state
-        that was saved between an update and its validation can't undo that update. Nor can a model
-        whose weights were loaded in between: the level stays, with a warning, and the schedule
-        ends.
-
-        Args:
-            metric: a finite number or a tensor of one, the same on every rank: reduce it first.
-            tolerance: the metric may be worse than the best one by so much, at least 0.
-            mode: ``"max"`` if larger is better, ``"min"`` if smaller is; the same in all calls.
-
-        Returns:
-            Whether the metric holds.
-
-        Raises:
-            ValueError: an argument is invalid or differs between ranks, weights were removed before
-                the first call, the schedule has no final
-                level, updates rotate tables, or counts decay. On every rank; nothing has changed.
-            RuntimeError: it is detached.
-
-        Example::
-
-            >>> import torch
-            >>> from dist_sparse import sparsify
-            >>> model = torch.nn.EmbeddingBag(100, 8)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> sparse = sparsify(model, optimizer, level="auto", end=10, every=1)
-            >>> sparse.guard(metric=0.75)
-            True
-            >>> for step in range(11):
-            ...     optimizer.zero_grad()
-            ...     model(torch.arange(100).view(2, 50)).sum().backward()
-            ...     optimizer.step()
-            ...     sparse.step()
-            ...     holds = sparse.guard(metric=0.75 if sparse.sparsity < 0.55 else 0.7)
-            >>> sparse.sparsity
-            0.5
-            >>> sparse.detach()
-        """
-        if not self.enforcer.attached:
-            raise RuntimeError("guard() needs an attached SparseTraining: this one is detached.")
-        with world_group().agreeing("guard()") as facts:
-            guard = self._guard
-            value = guard.check(metric, mode)
-            tolerance = float(checks.number("tolerance", tolerance, least=0))
-            facts.update(metric=value, tolerance=tolerance, mode=mode)
-            facts.update(guard=asdict(guard.state), can_undo=guard.can_undo)
-        # Equal facts, so that all ranks take the same branch below.
-        check = guard.accept_or_undo(value, tolerance, mode)
-        if check.undone is not None:
-            # Collective.
-            check = replace(check, sparsity=self.sparsity)
-        self.validations.append(check)
-        return check.holds
 
     def summary(self) -> str:
         """Return a text table of what is pruned and what is left dense, and the share of the
@@ -258,7 +187,7 @@ class SparseTraining:
         """Return masks, counts of lookups, configurations, the score and the schedule, for
         torch.save and torch.distributed.checkpoint: see
         :meth:`~dist_sparse.BaseDataSparsifier.state_dict`."""
-        return save(self.sparsifier, self.scheduler, self._guard)
+        return save(self.sparsifier, self.scheduler, self.guard)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`: masks, configurations, score and the whole schedule, which
@@ -274,19 +203,32 @@ class SparseTraining:
 
         Raises:
             ValueError: a part is missing, unknown or invalid, does not fit what is registered,
-                differs between ranks, masks and schedule are of different steps, or no mask update
+                differs between ranks, masks and schedule were not saved together, or no mask update
                 could follow. On every rank, and nothing has changed.
+
+        A rank that runs out of memory while it zeroes removed weights raises alone, with the whole
+        state loaded: ``sparse.sparsifier.apply_masks()`` zeroes them.
         """
+        self.prepare_load(state_dict)()
+
+    def prepare_load(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a state as :meth:`load_state_dict` does, and return the local function that loads
+        it. Collective; nothing changes before the function is called."""
         # Before the state's schedule replaces this one.
         endless = self.scheduler.end is None
-        prepare_load(self.sparsifier, self.scheduler, self._guard, state_dict)()
-        if endless and self.scheduler.end is not None:
-            warn_on_first_rank(
-                f"The state's schedule ends at step {self.scheduler.end} and replaces end=None:"
-                " masks freeze then. Load its masks alone, by"
-                " sparse.sparsifier.load_state_dict(state['sparsifier']).",
-                stacklevel=2,
-            )
+        commit = prepare_load(self.sparsifier, self.scheduler, self.guard, state_dict)
+
+        def load() -> None:
+            commit()
+            if endless and self.scheduler.end is not None:
+                warn_on_first_rank(
+                    f"The state's schedule ends at step {self.scheduler.end} and replaces end=None:"
+                    " masks freeze then. Load its masks alone, by"
+                    " sparse.sparsifier.load_state_dict(state['sparsifier']).",
+                    stacklevel=3,
+                )
+
+        return load
 
     def detach(self) -> None:
         """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until
@@ -326,15 +268,17 @@ class SparseTraining:
 
     def _level_text(self) -> str:
         """Return the lowest and the highest final level; empty for schedules without one."""
-        # A schedule of functions has no final level.
-        final = getattr(self.scheduler, "final", {})
-        levels = final.values() if isinstance(final, dict) else [final]
         # A word ("untouched") has no order among numbers: it comes last.
-        in_order = sorted(levels, key=lambda level: (isinstance(level, str), level))
+        in_order = sorted(self._final_levels(), key=lambda level: (isinstance(level, str), level))
         # A thousand tables may have a thousand levels: the lowest and the highest are shown, once
         # if they are equal.
         ends = dict.fromkeys(map(level_text, in_order[:1] + in_order[-1:]))
         return f"level {' to '.join(ends)} " if ends else ""
+
+    def _final_levels(self) -> list[Any]:
+        # A schedule of functions has none.
+        final = getattr(self.scheduler, "final", {})
+        return [*final.values()] if isinstance(final, dict) else [final]
 
     def _attach(self, walked: Walked, optimizer: Optimizers, auto_step: bool) -> None:
         """Attach the enforcer, and follow the optimizers' steps and the forwards of unsharded
@@ -368,16 +312,16 @@ class SparseTraining:
             )
         # The schedule has set enable_mask_update for this step, and the guard may hold it back: in
         # this order.
-        self._guard.before_step()
+        self.guard.before_step()
         if self._replicas and self.sparsifier.enable_mask_update:
             compare_replicas(self.sparsifier, self._replicas)
         self.sparsifier.step()
-        self._guard.after_step()
+        self.guard.after_step()
         # enable_mask_update is still as before_step() has set it.
         if (
             self.sparsifier.enable_mask_update
             and self.sparsifier.masks.tables.keeps_all
-            and "untouched" in self._level_text()
+            and checks.UNTOUCHED in self._final_levels()
         ):
             warn_on_first_rank(
                 'level="untouched" has removed no row: training has touched every row, or its'
@@ -411,34 +355,24 @@ def sparsify(
     *,
     level: Levels | None = None,
     budget: float | str | None = None,
-    scope: Scope = "table",
-    floor: Levels | None = None,
-    protect: str | list[str] | None = None,
     end: int | None,
     begin: int = 0,
     every: int = 100,
     block: BlockShape = (1, ROW),
-    norm: Norm | None = None,
-    score: Score | None = None,
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
-    dense: bool | str | list[str] | None = None,
     schedule: Schedule | None = None,
-    optimizer_state: OptimizerState = "keep",
-    min_rows: int = 16,
-    auto_step: bool = False,
-    rotate: Rotate | None = None,
-    decay: float | None = None,
+    advanced: Advanced | None = None,
 ) -> SparseTraining:
     """Prune the embedding tables of a model during training. Collective: every rank of the world
     must call it.
 
-    Tables with fewer than ``min_rows`` rows, frozen tables (``requires_grad`` False) and position
-    embeddings (a word of the name is ``pos``, ``position(s)``, ``positional`` or ``wpe``) that
-    ``include`` does not match stay dense; ``left_dense`` lists them. The last block of a table is
-    removed only at ``level`` 1. The row of ``padding_idx`` is already zero: it is among the first
-    to be pruned, which changes nothing. Put other rows that must stay, such as those of [MASK]
-    tokens, into a separate table named in ``exclude``.
+    Tables with fewer than 16 rows (``Advanced(min_rows=...)``), frozen tables (``requires_grad``
+    False) and position embeddings (a word of the name is ``pos``, ``position(s)``, ``positional``
+    or ``wpe``) that ``include`` does not match stay dense; ``left_dense`` lists them. The last
+    block of a table is removed only at ``level`` 1. The row of ``padding_idx`` is already zero: it
+    is among the first to be pruned, which changes nothing. Put other rows that must stay, such as
+    those of [MASK] tokens, into a separate table named in ``exclude``.
 
     Args:
         model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it
@@ -448,22 +382,17 @@ def sparsify(
         level: final fraction of removed blocks in [0, 1], of all tables, or by globs over table
             names and fully qualified names; of several that match, the last counts. Tables that
             none matches stay at 0. ``"untouched"`` removes the rows that training has never looked
-            up, and no others, which is lossless on training data: by Adagrad's sums, or by counts
-            with ``score="frequency"``; once at ``end``, or as ``schedule="constant"`` says. A row
-            that is looked up later comes back at the next mask update, at 0. A warning says so if
-            it removes nothing. ``"auto"`` raises the level
-            step by step until :meth:`SparseTraining.guard` undoes a step; no mask update happens
-            before its first call.
+            up, and no others, which is lossless on training data: by the state of Adagrad, Adam,
+            AdamW or RMSprop (docs/planning.md#rows-never-read), or by counts with
+            ``Advanced(score="frequency")``; once at ``end``, or as ``schedule="constant"`` says.
+            The rules are those of :func:`~dist_sparse.remove_untouched`, which does it in one call
+            after training. A row that is looked up later comes back at the next mask update, at 0.
+            A warning says so if it removes nothing.
         budget: instead of ``level``, the most that the tables may take at the end: bytes, or a
             share of them, ``"20%"`` or 0.2. It counts the bytes that are served, as
             :func:`~dist_sparse.plan` does, in the dtype of training. All tables then have the same
             level, which rises along the schedule. Blocks must be whole rows, or columns of rotated
             tables: finer ones are served as zeros, and save no bytes.
-        scope: ``"table"``, or ``"global"``: the total bytes of all levels are removed wherever
-            scores are smallest; see :class:`~dist_sparse.ScoreSparsifier`.
-        floor: the least fraction of blocks that a table keeps, for all or by globs as in ``level``.
-        protect: globs of tables that stay dense but count towards ``budget`` (tables in ``exclude``
-            do not).
         end: the last step of mask updates. Steps count from 0, so ``level`` is reached by call
             number ``end + 1`` of ``step()``; after it masks stay as they are. None removes
             ``level`` from ``begin`` on, and updates masks for good.
@@ -472,28 +401,14 @@ def sparsify(
         block: shape of the blocks that are removed as a whole: ``(rows, columns)``, ``"row"`` or
             ``(1, ROW)`` for whole rows, ``"col"`` or ``(COL, 1)`` for whole columns, or text such
             as ``"1x4"``.
-        norm: ``"L1"`` or ``"L2"``, the mean of ``|x|`` or of ``x * x`` by which blocks are
-            compared; None is L2.
-        score: ``"norm"``, ``"frequency"``, ``"accumulator"`` or ``"norm_accumulator"``, by which
-            blocks are compared; see :class:`~dist_sparse.ImportanceSparsifier`. None is
-            ``"norm_accumulator"`` for whole rows if Adagrad steps all tables and no ``norm`` is
-            given, and ``"norm"`` otherwise; ``summary()`` names it.
         include: globs over table names and fully qualified names; None is every table.
         exclude: globs of what to leave out; a module that is refused can be left out by its path.
-        dense: globs of other parameters to register too, True for all.
         schedule: ``"constant"``, ``"cosine"``, ``"cubic"``, ``"exponential"``, ``"linear"``,
             ``"one_shot"`` (at ``begin``), or a ready scheduler's class that takes ``final``,
             ``begin``, ``end`` and ``every``. None is ``"cubic"``, or ``"constant"`` with
             ``end=None``.
-        optimizer_state: ``"keep"`` or ``"reset"``, as in :class:`~dist_sparse.MaskEnforcer`.
-        min_rows: tables with fewer rows stay dense.
-        auto_step: call ``step()`` after each step of the (last) optimizer, for training loops that
-            can't be edited. With gradient accumulation, steps are optimizer steps.
-        rotate: with ``block="col"``: ``"table"`` or groups of names, rotated before each mask
-            update as by :func:`~dist_sparse.rotate`; tables in no group stay dense. The score then
-            does not choose the columns, but ``"frequency"`` weights rows by their lookups.
-        decay: with ``score="frequency"``, the factor by which counts of lookups shrink at each mask
-            update, in [0, 1]; None is 1, so that all traffic counts equally.
+        advanced: what few jobs need: scores, norms, floors, a guard, rotations. See
+            :class:`~dist_sparse.Advanced`.
 
     Returns:
         An object with ``step()``, to be called after each optimizer step, ``summary()``,
@@ -525,69 +440,63 @@ def sparsify(
         args = SparsifyArgs(
             level=level,
             budget=budget,
-            scope=scope,
-            floor=floor,
-            protect=protect,
             end=end,
             begin=begin,
             every=every,
             block=block,
-            norm=norm,
-            score=score,
             include=include,
             exclude=exclude,
-            dense=dense,
             schedule=schedule,
-            optimizer_state=optimizer_state,
-            min_rows=min_rows,
-            auto_step=auto_step,
-            rotate=rotate,
-            decay=decay,
+            advanced=advanced,
         )
-        source = ModelTables(model, include=include, exclude=exclude, dense=dense)
+        # Resolved: text in the case that the parts use, and defaults.
+        more: Any = args.advanced
+        source = ModelTables(model, include=include, exclude=exclude, dense=more.dense)
         located = {data.name: data for data in source.locate()}
         # Walked once for all steps: a model may have many modules.
         modules = dict(model.named_modules())
         unpruned = left_dense(model, modules.values(), located, args)
         pruned = {name: data for name, data in located.items() if name not in unpruned}
-        floors = by_table("floor", args.floor, pruned, unpruned)
+        floors = by_table("floor", more.floor, pruned, unpruned)
         finals = final_levels(args, located, pruned, unpruned, floors)
         facts.update(args.facts(located))
         # The level starts at 0; the schedule raises it.
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0,
             sparse_block_shape=args.block,
-            norm=args.norm,
-            score=args.score or "norm_accumulator",
-            decay=args.decay,
-            scope=args.scope,
+            norm=more.norm,
+            score=more.score or "norm_accumulator",
+            decay=more.decay,
+            scope=more.scope,
             floors=floors,
         )
-        enforcer = MaskEnforcer(sparsifier, args.optimizer_state)
+        sparsifier.trust_record = more.trust_record
+        enforcer = MaskEnforcer(sparsifier, more.optimizer_state)
     # 2. Register the pruned tables. exclude= takes globs: a table may be called "a[0]".
     excluded = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
-    sparsifier.add_model(model, include=include, exclude=excluded, dense=dense)
+    sparsifier.add_model(model, include=include, exclude=excluded, dense=more.dense)
     # Tables and modules as found above: nothing moves them before this call returns.
     walked = Walked(pruned, {model: modules})
     scheduler = _scheduler(args, sparsifier, finals)
-    training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, guarded=args.auto)
+    training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, more.guard)
     # 3. Attach hooks. From here on an error on any rank must remove them on all.
     try:
         with world.agreeing("sparsify()"):
-            training._attach(walked, optimizer, auto_step)
+            training._attach(walked, optimizer, more.auto_step)
             # Only the attached enforcer knows whose sums of Adagrad can be read. A score that was
             # asked for must be known of every table; the default falls back to the norm below.
-            if args.score is not None:
+            if more.score is not None:
                 sparsifier.look_up(walked.located)
             # Tables that no glob of level= matches stay at 0.
-            sparsifier.check_levels({**dict.fromkeys(sparsifier.data_groups, 0.0), **finals})
+            levels = {**dict.fromkeys(walked.located, 0.0), **finals}
+            sparsifier.check_levels(levels, walked.located)
             unknown = sparsifier.unknown_tables(walked.located)
         # On all ranks or on none: they must compare blocks alike.
         if world.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
-        if args.rotate:
-            # The enforcer also knows which optimizers step the tables, which rotate() reads.
-            rotate_tables(sparsifier, args.rotate)
+        if more.rotate is not None:
+            # The enforcer also knows which optimizers step the tables, which a rotation reads.
+            more.rotate.rotate(sparsifier)
         training._replicas = replicas_of(walked.located)
     except BaseException:
         training._detached()

@@ -23,6 +23,8 @@ from mkdocs.structure.pages import Page
 __all__ = ["on_config", "on_files", "on_page_markdown"]
 
 _FOLDER = "repository"
+# Pages that only links lead to: they are neither in the navigation nor in the search.
+_OF_DEVELOPERS = "docs/dev/"
 _SOURCE = {
     ".py": "python",
     ".txt": "text",
@@ -62,7 +64,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         def add(target: str, here: str = here) -> str:
             path = posixpath.normpath(posixpath.join(here, target.partition("#")[0]))
             source = root / path
-            if not path.startswith(("docs/", "../")) and source.is_file():
+            is_page = path.startswith("docs/") and not path.startswith(_OF_DEVELOPERS)
+            if not is_page and not path.startswith("../") and source.is_file():
                 uri = _in_site(path, config)
                 if files.get_file_from_path(uri) is None:
                     file = _file(source, uri, config)
@@ -124,6 +127,6 @@ def _in_repository(uri: str, config: MkDocsConfig) -> str:
 def _in_site(path: str, config: MkDocsConfig) -> str:
     """Return the path in the site of a file of the repository."""
     docs = f"{Path(config.docs_dir).name}/"
-    if path.startswith(docs):
+    if path.startswith(docs) and not path.startswith(_OF_DEVELOPERS):
         return path.removeprefix(docs)
     return f"{_FOLDER}/{path}" + (".md" if Path(path).suffix in _SOURCE else "")

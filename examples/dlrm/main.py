@@ -13,6 +13,7 @@ With restarts:   dist-sparse launch --nproc 2 --max-restarts 3 \\
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -24,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch.distributed as dist
 
 from dist_sparse import Checkpoints
-from dist_sparse.report import read_run, write_report
-from dist_sparse.report.summary import verdict, wrapped_lines
+from dist_sparse.extras.report import read_run, write_report
+from dist_sparse.extras.report.summary import recommended, verdict, wrapped_lines
 from dist_sparse.text import block_shape_text, number_of
 from dlrm import interactions, movielens
 from dlrm.batches import DataError, Dataset
@@ -33,7 +34,7 @@ from dlrm.hashing import folded
 from dlrm.model import DIM, NARROWEST, sharding_of
 from dlrm.options import parse
 from dlrm.process import run_and_leave
-from dlrm.report import overhead, runs_table, served_table, tables_table
+from dlrm.report import overhead, runs_table, served_table, tables_table, zeros_text
 from dlrm.served import serve
 from dlrm.train import Result, Settings, Sparsity, run
 
@@ -121,7 +122,7 @@ def main(options: argparse.Namespace) -> None:
     say(f"\nTables of the sparsified run (block {block}, {score})\n\n{tables_table(sparse.tables)}")
     say(f"\nRuns\n\n{runs_table(results)}")
     if rank == 0:
-        assert dense.touched is not None
+        assert dense.touched is not None and dense.reads_zeros is not None
         print(f"\n{overhead(read_run(run_dir), sparse.removed)}")
         artifacts = [dense.artifacts, dense.touched]
         served = serve([*artifacts, *(result.artifacts for result in results[1:])])
@@ -134,7 +135,12 @@ def main(options: argparse.Namespace) -> None:
         )
         conclusion = wrapped_lines([verdict(read_run(run_dir)), checked])
         say("\n".join([served_table(served), "", *conclusion]))
-        say(f"\nThe artifacts of the sparsified model: {sparse.artifacts.folder}")
+        say(f"\n{zeros_text(dense.reads_zeros)}\n")
+        if best := recommended(read_run(run_dir)):
+            folder = best[0] / "served" / best[1]
+            say("Check and serve the recommended artifact:")
+            say(f"dist-sparse serve-check {shlex.quote(str(folder))}")
+            say(f"dist_sparse.load_served({str(folder)!r})\n")
         say(f"The report, to open in a browser: {page.as_uri()}")
 
 

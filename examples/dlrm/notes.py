@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dist_sparse import DataNormSparsifier, MaskEnforcer, RunLog
-from dist_sparse.report.run_log import Quality
+from dist_sparse import BaseDataSparsifier, MaskEnforcer
+from dist_sparse.extras.report import RunLog
+from dist_sparse.extras.report.run_log import Quality
 
 _LOSS_EVERY = 10
 """Steps; on a GPU each read of the loss waits for the device."""
@@ -30,7 +31,7 @@ class Notes:
         name: str,
         model: nn.Module,
         config: Mapping[str, Any],
-        sparsifier: DataNormSparsifier | None = None,
+        sparsifier: BaseDataSparsifier | None = None,
         enforcer: MaskEnforcer | None = None,
         *,
         start: int | None = None,

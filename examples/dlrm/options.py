@@ -10,7 +10,6 @@ from pathlib import Path
 
 from dist_sparse import ROW
 from dist_sparse.checks import parse_block
-from dist_sparse.report.folder import RUN
 from dist_sparse.sparsifiers.importance import SCORES
 from dlrm.model import DIM, NARROWEST, SHARDINGS
 
@@ -165,6 +164,9 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         options.run_dir = options.run_dir or options.checkpoint / "run"
         return options
     options.run_dir = options.run_dir or Path("runs", time.strftime("dlrm-%Y%m%d-%H%M%S"))
+    # Here: other jobs take these options without a log.
+    from dist_sparse.extras.report.folder import RUN
+
     for log in (options.run_dir / RUN, *sorted(options.run_dir.glob(f"*/{RUN}"))):
         if log.exists():
             parser.error(

@@ -1,6 +1,8 @@
 """A trained model for `dist-sparse plan` and `dist-sparse frontier`, in one process:
 
 dist-sparse plan examples/dlrm/planned.py:trained_model --budget 10%
+dist-sparse plan examples/dlrm/planned.py:trained_model --budget 10% \\
+  --batches examples/dlrm/planned.py:test_lookups
 dist-sparse frontier examples/dlrm/planned.py:measured
 """
 
@@ -16,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec import KeyedJaggedTensor
 
 from dlrm import interactions, movielens
 from dlrm.batches import Dataset, batches
@@ -38,6 +41,16 @@ def trained_model(data: Path | None = None) -> nn.Module:
         DataError: the data can't be downloaded or read.
     """
     return _trained(_dataset(data))
+
+
+def test_lookups(data: Path | None = None) -> list[KeyedJaggedTensor]:
+    """Return the lookups of the test part, which is later than the training part.
+
+    Args:
+        data: as above.
+    """
+    dataset = _dataset(data)
+    return [dataset.batch(index).sparse_features for index in dataset.test.split(4096)]
 
 
 def measured(columns: float = 1.0, data: Path | None = None) -> tuple[nn.Module, Evaluate]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
-from dist_sparse.report import Run
+from dist_sparse.extras.report import Run
+from dist_sparse.ids.share import Share
 from dist_sparse.text import count, percent, table_lines
 from dlrm.served import Served
 from dlrm.train import Result, TableRow
@@ -52,6 +54,16 @@ def served_table(served: Sequence[Served]) -> str:
         size = f"{artifact.file_bytes:,}"
         lines.append((artifact.run, artifact.dtype, size, share, f"{artifact.auc:.4f}", delta))
     return "\n".join(table_lines(head, lines, right=(2, 3, 4, 5)))
+
+
+def zeros_text(share: Share) -> str:
+    """Return which lookups of the test read rows that training never did."""
+    about = (
+        "What the test reads of the rows that training never read: zeros from touched rows, and"
+        " from dense the random values that these rows began with. If both have the same AUC,"
+        " zeros are as good as these."
+    )
+    return "\n".join([*textwrap.wrap(about, 79), "", repr(share)])
 
 
 def overhead(run: Run, removed: int) -> str:

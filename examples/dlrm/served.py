@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import dist_sparse
-from dist_sparse import DataNormSparsifier
-from dist_sparse.report import add_artifact
+from dist_sparse import BaseDataSparsifier
+from dist_sparse.extras.report import add_artifact
 from dist_sparse.serving.encodings import Dtype
 from dlrm.batches import Dataset
 from dlrm.model import ShardedModel
@@ -74,7 +74,7 @@ class Layers(nn.Module):
 
 def export(
     sharded: ShardedModel,
-    sparsifier: DataNormSparsifier | None,
+    sparsifier: BaseDataSparsifier | None,
     dataset: Dataset,
     examples: int,
     folder: Path,

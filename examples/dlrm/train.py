@@ -25,14 +25,14 @@ from torchrec.metrics.auc import compute_auc
 from tqdm import tqdm
 
 from dist_sparse import (
-    ROW,
+    BaseDataSparsifier,
     Checkpoints,
     CubicDataScheduler,
-    DataNormSparsifier,
     ImportanceSparsifier,
     MaskEnforcer,
-    sparsify,
+    remove_untouched,
 )
+from dist_sparse.ids.share import Share
 from dist_sparse.sparsifiers.importance import Score
 from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
 from dlrm.model import DIM, ShardedModel, build
@@ -100,6 +100,7 @@ class Result:
     ``table_bytes``: the remaining weights, without masks. ``ms_per_step``: None if the newest
     checkpoint had all steps behind it. ``removed``: weights read at the end and found to be 0.
     ``touched``: the same model without the rows that training has never looked up.
+    ``reads_zeros``: which lookups of the test read these rows.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Result:
     tables: list[TableRow] = field(default_factory=list)
     artifacts: Artifacts
     touched: Artifacts | None = None
+    reads_zeros: Share | None = None
 
 
 class Sparsification:
@@ -306,11 +308,11 @@ def run(
         name, folder, sharded, sparsifier, dataset, settings, predictions, saving is not None
     )
     notes.close(test_auc=auc, test_ne=ne, ms_per_step=ms_per_step)
-    without = None
+    without, reads_zeros = None, None
     if touched is not None:
         # A resumed job may have this log already: continue it.
         begin = 0 if saving else None
-        without = _touched_rows(sharded, dataset, settings, config, touched, begin)
+        without, reads_zeros = _touched_rows(sharded, dataset, settings, config, touched, begin)
     return Result(
         name=name,
         dim=settings.dim,
@@ -322,6 +324,7 @@ def run(
         tables=tables,
         artifacts=artifacts,
         touched=without,
+        reads_zeros=reads_zeros,
     )
 
 
@@ -329,7 +332,7 @@ def _export(
     name: str,
     folder: Path,
     sharded: ShardedModel,
-    sparsifier: DataNormSparsifier | None,
+    sparsifier: BaseDataSparsifier | None,
     dataset: Dataset,
     settings: Settings,
     predictions: Predictions,
@@ -350,35 +353,28 @@ def _touched_rows(
     config: dict[str, Any],
     folder: Path,
     start: int | None,
-) -> Artifacts:
+) -> tuple[Artifacts, Share]:
     """Remove the rows that training has never looked up, according to Adagrad's sums, without
-    further training. Evaluate the model, log the run in ``folder`` and export it."""
+    further training. Evaluate the model, log the run in ``folder`` and export it.
+
+    Returns:
+        The artifacts, and which lookups of the test read removed rows.
+    """
     name = "touched rows"
-    include = large_tables(sharded)
+    removed = remove_untouched(sharded.model, sharded.optimizer, include=large_tables(sharded))
     config = config | {"sparsity": {"level": "untouched"}}
-    # end=0: the first step() removes them.
-    with sparsify(
-        sharded.model, sharded.optimizer, level="untouched", block=ROW, end=0, include=include
-    ) as sparse:
-        notes = Notes(
-            folder,
-            name,
-            sharded.model,
-            config,
-            sparse.sparsifier,
-            sparse.enforcer,
-            start=start,
-        )
-        sparse.step()
-        pipeline: Pipeline = TrainPipelineSparseDist(
-            sharded.model, sharded.optimizer, torch.device("cpu")
-        )
-        predictions = _test(pipeline, dataset, settings)
-        pipeline.detach()
-        notes.close(test_auc=predictions.auc, test_ne=predictions.ne)
-        resumed = start is not None
-        sparsifier = sparse.sparsifier
-        return _export(name, folder, sharded, sparsifier, dataset, settings, predictions, resumed)
+    notes = Notes(folder, name, sharded.model, config, removed, start=start)
+    pipeline: Pipeline = TrainPipelineSparseDist(
+        sharded.model, sharded.optimizer, torch.device("cpu")
+    )
+    predictions = _test(pipeline, dataset, settings)
+    pipeline.detach()
+    tested = (batch.sparse_features for batch in _test_batches(dataset, settings))
+    share = removed.share(tested)
+    notes.close(test_auc=predictions.auc, test_ne=predictions.ne, test_reads_zeros=share.fraction)
+    resumed = start is not None
+    artifacts = _export(name, folder, sharded, removed, dataset, settings, predictions, resumed)
+    return artifacts, share
 
 
 def large_tables(sharded: ShardedModel) -> list[str]:
@@ -459,13 +455,7 @@ def train_steps(
 
 def _test(pipeline: Pipeline, dataset: Dataset, settings: Settings) -> Predictions:
     """Predict the test part, whole batches of it. Collective: every rank gets all."""
-    examples = batches(
-        dataset,
-        dataset.test,
-        batch_size=settings.batch_size,
-        rank=settings.rank,
-        world=settings.world,
-    )
+    examples = _test_batches(dataset, settings)
     outputs = []
     with torch.no_grad():
         for _ in range(steps_per_pass(len(dataset.test), settings.batch_size)):
@@ -477,6 +467,17 @@ def _test(pipeline: Pipeline, dataset: Dataset, settings: Settings) -> Predictio
     dist.all_gather(parts, local)
     logits, labels = torch.cat(parts, dim=2).unbind(1)
     return Predictions(logits.flatten(), labels.flatten())
+
+
+def _test_batches(dataset: Dataset, settings: Settings) -> Iterator[Batch]:
+    """Return this rank's part of the test."""
+    return batches(
+        dataset,
+        dataset.test,
+        batch_size=settings.batch_size,
+        rank=settings.rank,
+        world=settings.world,
+    )
 
 
 def _auc(recent: Iterable[tuple[Tensor, Tensor]]) -> float:

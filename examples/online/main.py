@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_sparse import export, sparsify
-from dist_sparse.report import Quality
+from dist_sparse import Advanced, export, sparsify
+from dist_sparse.extras.following import FollowingTables
+from dist_sparse.extras.guard import Guard
+from dist_sparse.extras.report import Quality
 from dist_sparse.serving.export import Exported
-from dist_sparse.slots import FollowingTables
 from dist_sparse.text import size, table_lines
 from dlrm.batches import Batch, Dataset, batches
 from dlrm.movielens import fetch, load
@@ -62,11 +63,14 @@ class Online:
         self.steps = len(self.days[-1]) // options.batch_size
         # Users come and go: ids that were looked up lately hold the slots.
         self.slots = FollowingTables(self.model, every=10, admit_after=2, decay=0.9)
+        self.guard = Guard(tolerance=_TOLERANCE)
         self.sparse = sparsify(
             self.model,
             self.model.fused_optimizer,
-            level="auto",
+            level=0.999,
+            schedule="linear",
             include=[CROSS],
+            advanced=Advanced(guard=self.guard),
             begin=max(1, options.days // 4) * self.steps,
             end=options.days * self.steps,
             every=self.steps,
@@ -128,7 +132,7 @@ def main(options: argparse.Namespace) -> None:
         trained = job.auc(index)
         served = auc_of(client.logits(index, day - 1), data.labels[index]) if client else 0.0
         job.train(index)
-        held = job.sparse.guard(job.auc(job.validation), tolerance=_TOLERANCE)
+        held = job.guard.check(job.auc(job.validation))
         written = job.publish(published)
         # For comparison: the artifact to publish if there were no deltas.
         export(job.model, job.sparse, full / DELTA.format(day), dtype="int8")

@@ -15,7 +15,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dist_sparse.slots import following
+from dist_sparse.extras.following import following
 from dlrm.batches import Dataset
 from online.formula import scores
 

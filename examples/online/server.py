@@ -41,11 +41,11 @@ class Model:
         self._lock = threading.Lock()
         self.day = 0
 
-    def apply(self, delta: Path) -> None:
+    def apply_delta(self, delta: Path) -> None:
         """Apply the next day's delta."""
         with self._lock:
             for each in self._collections.values():
-                each.apply(delta)
+                each.apply_delta(delta)
             self.day += 1
 
     def answer(self, ids: list[int], lengths: list[int]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def follow(model: Model, folder: Path) -> None:
     while True:
         delta = folder / DELTA.format(model.day + 1)
         if delta.is_dir():
-            model.apply(delta)
+            model.apply_delta(delta)
         else:
             time.sleep(_POLL)
 

@@ -20,15 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.metrics.auc import compute_auc
 from tqdm import tqdm
 
-from dist_sparse import (
-    ROW,
-    CubicDataScheduler,
-    DataNormSparsifier,
-    ExponentDecayLr,
-    MaskEnforcer,
-    Noamlr,
-    TableStats,
-)
+from dist_sparse import ROW, CubicDataScheduler, DataNormSparsifier, MaskEnforcer
+from dist_sparse.extras.optim import ExponentDecayLr, Noamlr
+from dist_sparse.records import TableStats
 from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
 from optim_scheduler import checkpoint
 from optim_scheduler.model import LAYERS, TABLES, Ranker

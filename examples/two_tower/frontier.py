@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch.distributed as dist
 from torch import nn
 
-from dist_sparse import frontier
+from dist_sparse.extras.frontier import frontier
 from dlrm.options import as_positive, as_seed
 from dlrm.process import run_and_leave
 from two_tower.data import load

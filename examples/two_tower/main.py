@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # So that this file can be started as a script, from anywhere.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,7 +24,6 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dist_sparse import export, load_served
-from dist_sparse.codes.quantize import CodedTraining
 from dist_sparse.text import number_of, table_lines
 from dlrm.options import as_positive, as_seed, started_world
 from dlrm.process import run_and_leave
@@ -31,6 +31,9 @@ from two_tower.data import Interactions, load
 from two_tower.model import rows_of
 from two_tower.quality import Quality, measure
 from two_tower.train import Settings, train
+
+if TYPE_CHECKING:
+    from dist_sparse.extras.codes import CodedTraining
 
 DTYPES = ("fp32", "int8", "int4")
 _HEAD = ("run", "columns", "served as", "bytes", "of wide", "AUC", "AUC popular", "recall@20")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,12 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
-from dist_sparse import compact, quantize, sparsify
-from dist_sparse.codes.quantize import CodedTraining
+from dist_sparse import Advanced, compact, sparsify
 from two_tower.data import Interactions
 from two_tower.model import Towers, build, keyed
+
+if TYPE_CHECKING:
+    from dist_sparse.extras.codes import CodedTraining
 
 __all__ = ["Settings", "loss", "train"]
 
@@ -64,12 +67,15 @@ def train(
     cut = steps // 2 if settings.cut is None else settings.cut * each
     sparse = coded = None
     if settings.width < settings.dim:
+        # Only the narrowed tables need this extra.
+        from dist_sparse.extras.rotation import Rotation
+
         sparse = sparsify(
             model,
             optimizer,
             level=1 - settings.width / settings.dim,
             block="col",
-            rotate=[["user", "item"]],
+            advanced=Advanced(rotate=Rotation([["user", "item"]])),
             schedule="one_shot",
             begin=cut,
             end=cut,
@@ -105,6 +111,8 @@ def _coded(
     model: nn.Module, optimizer: CombinedOptimizer, settings: Settings, steps: int
 ) -> CodedTraining:
     """Return the codes of both tables; ``steps`` is the length of an epoch."""
+    from dist_sparse.extras.codes import quantize
+
     assert settings.codes is not None
     return quantize(
         model,

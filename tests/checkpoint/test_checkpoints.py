@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from dist_sparse import Checkpoints, RunLog
+from dist_sparse import Checkpoints
 from dist_sparse.checkpoint.checkpoints import summary
-from dist_sparse.cli.main import main
 from tests.checkpoint.models import Job, same
 
 
@@ -259,23 +258,18 @@ def test_any_file_system_of_fsspec(tmp_path: Path) -> None:
     assert same(resumed.state(), job.state())
 
 
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.train(0, 2, save=True, extra={"epoch": 1})
     with pytest.raises(ValueError, match="no checkpoint of step 5; a folder without its marker"):
         summary(tmp_path / "step-00000005")
-
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-2:]] == [
-        ["1", "1"],
-        ["2", "1"],
-    ]
-    assert main(["inspect", str(tmp_path / "step-00000002")]) == 0
-    shown = capsys.readouterr().out
+    steps = [line.split()[:2] for line in summary(tmp_path).splitlines()[-2:]]
+    assert steps == [["1", "1"], ["2", "1"]]
+    shown = summary(tmp_path / "step-00000002")
     assert "step 2, saved by 1 rank" in shown and "optimizer.2.bias.step" in shown
     (tmp_path / "step-00000002" / "values.json").write_text("{}")
-    assert main(["inspect", str(tmp_path / "step-00000002")]) == 1
-    assert "values.json is damaged" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(ValueError, match=r"values\.json is damaged"):
+        summary(tmp_path / "step-00000002")
 
 
 def test_extra_is_copied_at_once(tmp_path: Path) -> None:
@@ -302,14 +296,3 @@ def test_a_scheduler_that_is_made_after_the_resume(tmp_path: Path) -> None:
     resumed.checkpoints.resume_latest(**resumed.parts)
     after = scheduler(resumed.optimizers[1], 0)
     assert after.base_lrs == before.base_lrs
-
-
-def test_a_run_with_checkpoints_in_it_is_inspected_as_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = Job(tmp_path)
-    job.train(0, 2, save=True)
-    with RunLog(tmp_path) as log:
-        log.step(0, loss=0.5)
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert "loss" in capsys.readouterr().out

@@ -11,14 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dist_sparse import RunLog
-from dist_sparse.checkpoint.storage import MARKER
 from dist_sparse.cli import doctor
 from dist_sparse.cli.doctor import Diagnosis
 from dist_sparse.cli.main import main, parser
-from dist_sparse.planning.frontier import METHODS
-from dist_sparse.report.folder import RUN
-from tests.report.test_run_log import train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,21 +23,10 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert leaving.value.code == 0
     out = capsys.readouterr().out
-    assert all(
-        f"\n    {name}" in out for name in ("launch", "inspect", "plan", "serve-check", "doctor")
-    )
+    assert all(f"\n    {name}" in out for name in ("launch", "plan", "serve-check", "doctor"))
     assert "examples:" in out and "exit status: 0" in out
     purpose = "Plans what embedding tables can lose; launches, reports on and checks training."
     assert out.split("\n")[2] == purpose
-
-
-def test_methods_are_those_of_frontier() -> None:
-    """The command line lists them without importing torch."""
-    [subparsers] = [action for action in parser()._actions if action.dest == "command"]
-    assert subparsers.choices is not None
-    frontier = dict(subparsers.choices)["frontier"]
-    [method] = [action for action in frontier._actions if action.dest == "method"]
-    assert method.choices == tuple(METHODS)
 
 
 @pytest.mark.parametrize("words", [[], ["help"]])
@@ -56,46 +40,36 @@ def test_alone_it_prints_its_help(words: list[str], capsys: pytest.CaptureFixtur
     ("words", "message"),
     [
         (
-            ["inspec", "runs/latest"],
-            "dist-sparse: error: argument COMMAND: invalid choice: 'inspec'",
+            ["pan", "model.py:f"],
+            "dist-sparse: error: argument COMMAND: invalid choice: 'pan'",
         ),
-        (["reprot"], "; did you mean report?"),
-        (
-            ["frontier", "no.py:f", "--tolerance", "x"],
-            "argument --tolerance: Invalid 'x': must be a number such as 0.002, at least 0.",
-        ),
-        (["frontier", "no.py:f", "--tolerance=-1"], "argument --tolerance: Invalid '-1'"),
-        (["frontier", "no.py:f", "--method", "rotatd"], "; did you mean rotated?"),
+        (["docotr"], "; did you mean doctor?"),
         (
             ["plan", "no.py:f", "--budget", "3%", "--rotat", "a"],
             "plan: error: unrecognized arguments: --rotat",
         ),
         (
-            ["report", ".", "--opne"],
-            "report: error: unrecognized arguments: --opne; did you mean --open?",
+            ["doctor", "--versobe"],
+            "doctor: error: unrecognized arguments: --versobe; did you mean --verbose?",
         ),
         (
-            ["report", ".", "--bogus"],
-            "dist-sparse report: error: unrecognized arguments: --bogus\n",
+            ["doctor", "--bogus"],
+            "dist-sparse doctor: error: unrecognized arguments: --bogus\n",
         ),
         (["merge"], "the following arguments are required: ARTIFACT, --out\n"),
         (
             ["selftest", "--nproc", "99"],
             "argument --nproc: invalid choice: 99 (choose from 1, 2, 3",
         ),
-        (["inspect", "nothere"], "inspect: error: argument RUN: 'nothere' does not exist."),
-        (["inspect", "step-00000001"], "argument RUN: 'step-00000001' does not exist."),
-        (["report", ".", "nothere"], "argument RUN: 'nothere' does not exist."),
         (["serve-check", "nothere"], "argument ARTIFACT: 'nothere' does not exist."),
         (["serve-check", ".", "nothere"], "argument DELTA: 'nothere' does not exist."),
         (["merge", "nothere", "--out", "x"], "argument ARTIFACT: 'nothere' does not exist."),
         (["launch", "nothere"], "error: Invalid SCRIPT='nothere': there is no such file."),
-        (["report", ".", "--zzz"], "dist-sparse report: error: unrecognized arguments: --zzz\n"),
         (["launch", "--nprocs=2", "a.py"], "arguments: --nprocs=2; did you mean --nproc?"),
         (["plan", "f.py:f", "--budget", "80"], "No table fits in 80 bytes. Did you mean 80%?"),
         (
-            ["launch", "sbatch"],
-            "launch sbatch: error: the following arguments are required: SCRIPT",
+            ["launch", "torchrun"],
+            "launch torchrun: error: the following arguments are required: SCRIPT",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -103,6 +77,10 @@ def test_alone_it_prints_its_help(words: list[str], capsys: pytest.CaptureFixtur
 def test_what_is_wrong_is_named(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    check_wrong(words, message, capsys)
+
+
+def check_wrong(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(words)
     assert leaving.value.code == 2
@@ -123,7 +101,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["inspect", "report", "plan", "frontier", "serve-check", "doctor", "selftest", "launch"],
+    ["plan", "serve-check", "doctor", "selftest", "launch"],
 )
 def test_each_has_a_help_of_its_own(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -144,7 +122,7 @@ def test_each_has_a_help_of_its_own(
 WRONG = [
     ["no-such-command"],
     ["--no-such-option"],
-    ["inspect"],
+    ["serve-check"],
     ["doctor", "more"],
     ["plan", "file.py:function"],
     ["plan", "file.py:function", "--budget", "5 apples"],
@@ -230,7 +208,7 @@ def test_plan_of_a_budget(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["plan", f"{model}:two", "--budget", "40%"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("budget 1.88 KiB, 40.0% of 4.69 KiB in 2 tables") and out.endswith(
-        '1. all columns, int8:\nexport(model, None, "served", dtype="int8")\n'
+        '1. all columns, int8:\nds.export(model, None, "served", dtype="int8")\n'
     )
     words = ["--budget", "1 KiB", "--rotate", "user,item", "--json"]
     assert main(["plan", f"{model}:two", *words]) == 0
@@ -249,6 +227,16 @@ def trained():
     model(torch.arange(30).view(3, 10)).sum().backward()
     optimizer.step()
     return model, optimizer
+
+def later():
+    for first in (0, 25):
+        yield {"0": torch.arange(first, first + 10)}
+
+def wrong():
+    return 3
+
+def failing():
+    raise KeyError("no such day")
 """
 
 
@@ -258,6 +246,25 @@ def test_plan_knows_the_untouched_rows_of_a_plain_adagrad(
     (tmp_path / "model.py").write_text(ADAGRAD)
     assert main(["plan", f"{tmp_path}/model.py:trained", "--budget", "50%"]) == 0
     assert "\n0       100          70            0\n" in capsys.readouterr().out
+
+
+def test_plan_of_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The share of their lookups that would read zeros; a function that returns none is refused."""
+    file = tmp_path / "model.py"
+    file.write_text(ADAGRAD)
+    words = ["plan", f"{file}:trained", "--budget", "50%"]
+    assert main([*words, "--batches", f"{file}:later"]) == 0
+    out = capsys.readouterr().out
+    assert "\n0       100          70            0        25.0%\n" in out
+    assert "\n5 of 20 examples (25.0%) would read zeros.\n" in out
+    for name, message in {
+        "wrong": "returned int; must return batches.",
+        "failing": "it failed at ",
+        "absent": f"{file} has no function 'absent'.",
+    }.items():
+        assert main([*words, "--batches", f"{file}:{name}"]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"Invalid --batches='{file}:{name}': " in said and message in said
 
 
 def test_plan_of_a_module(
@@ -272,20 +279,7 @@ def test_plan_of_a_module(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["inspect", "{model}"], "holds no run: there is no run.json"),
         (["serve-check", "{model}"], "serve-check: "),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_failure_is_one_sentence_and_1(
-    words: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check_failure(words, message, model, capsys, status=1)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
         (
             ["plan", "{model}:two", "--budget", "1%", "--rotate", "x,y"],
             "Invalid --rotate=[['x', 'y']]: ['x', 'y'] are none of the tables",
@@ -298,21 +292,10 @@ def test_a_failure_is_one_sentence_and_1(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_wrong_value_is_one_sentence_and_2(
+def test_a_failure_is_one_sentence_and_1(
     words: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_failure(words, message, model, capsys, status=2)
-
-
-def check_failure(
-    words: list[str],
-    message: str,
-    model: str,
-    capsys: pytest.CaptureFixture[str],
-    *,
-    status: int,
-) -> None:
-    assert main([word.replace("{model}", model) for word in words]) == status
+    assert main([word.replace("{model}", model) for word in words]) == 1
     said = capsys.readouterr()
     assert said.out == ""
     [line] = sentences(said.err)
@@ -353,9 +336,7 @@ def check_failure(
         ),
     ],
 )
-@pytest.mark.parametrize("command", ["plan", "frontier"])
 def test_a_wrong_function_is_two_sentences_and_2(
-    command: str,
     function: str,
     message: str,
     model: str,
@@ -368,68 +349,20 @@ def test_a_wrong_function_is_two_sentences_and_2(
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     function = function.replace("{model}", model).replace("{folder}", str(folder))
-    assert main([command, function, *(["--budget", "10%"] if command == "plan" else [])]) == 2
+    check_wrong_function(["plan", function, "--budget", "10%"], message, capsys)
+
+
+def check_wrong_function(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, function = words[:2]
+    assert main(words) == 2
     said = capsys.readouterr()
     assert said.out == ""
     first, second = sentences(said.err)
     assert first.startswith(f"dist-sparse {command}: Invalid FUNCTION={function!r}: ")
-    if command == "frontier" and "return" in message:
-        message = "must return (model, evaluate), where evaluate is a function."
     assert message in first
     assert second == f"Usage and options: dist-sparse {command} --help"
-
-
-def test_an_evaluate_that_fails_is_two_sentences_and_2(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(Path(model).parent)
-    assert main(["frontier", f"{model}:failing", "--budget", "10%"]) == 2
-    first, second = sentences(capsys.readouterr().err)
-    place = "it failed at model_of_test_cli.py:14 with ZeroDivisionError: division by zero"
-    assert first == f"dist-sparse frontier: Invalid FUNCTION='{model}:failing': {place}"
-    assert second == "Usage and options: dist-sparse frontier --help"
-
-
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunLog(tmp_path, config={"lr": 0.1}) as log:
-        log.step(0, loss=2.0)
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert "last: loss 2" in capsys.readouterr().out
-    assert main(["inspect", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["config"] == {"lr": 0.1}
-    (tmp_path / RUN).write_text('{"format": 99}')
-    assert main(["inspect", str(tmp_path)]) == 1
-    [line] = sentences(capsys.readouterr().err)
-    assert "has format 99; this release reads and writes 3" in line
-
-
-def test_runs_are_read_without_torch(tmp_path: Path) -> None:
-    """In a process in which it can't be imported; what is printed is the same."""
-    train(tmp_path / "run")
-    (tmp_path / "saved" / "step-00000001").mkdir(parents=True)
-    (tmp_path / "saved" / "step-00000001" / MARKER).touch()
-    code = (
-        "import sys; sys.modules['torch'] = None; from dist_sparse.cli.main import main\n"
-        "print([main(line.split()) for line in sys.stdin])"
-    )
-    lines = [
-        "inspect run",
-        "inspect run --json",
-        "report run",
-        "report run run --svg charts",
-        "inspect saved",
-    ]
-    lines += ["serve-check run", "frontier model.py:f"]
-    done = run_code(code, tmp_path, "\n".join(lines))
-    assert done.stdout.endswith("[0, 0, 0, 0, 1, 1, 1]\n"), done.stderr
-    assert "float32" in done.stdout and (tmp_path / "run" / "comparison.html").exists()
-    assert run_code(
-        code.replace("sys.modules['torch'] = None; ", ""), tmp_path, lines[0]
-    ).stdout in (done.stdout.partition("{")[0] + "[0]\n")
-    first, *others = sentences(done.stderr)
-    assert first.startswith("dist-sparse inspect: ")
-    why = "needs torch, which is not installed; dist-sparse doctor prints how to install it."
-    assert others == [f"dist-sparse {command}: {why}" for command in ("serve-check", "frontier")]
 
 
 @pytest.mark.slow
@@ -489,14 +422,6 @@ def test_doctor_as_a_module(tmp_path: Path) -> None:
 def test_completion_finds_the_commands() -> None:
     """shtab imports the parser, and reads its subcommands."""
     choices = [action.choices for action in parser()._actions if action.metavar == "COMMAND"]
-    assert [*choices[0]] == [
-        "launch",
-        "inspect",
-        "report",
-        "plan",
-        "frontier",
-        "serve-check",
-        "merge",
-        "doctor",
-        "selftest",
-    ]
+    # Without those of extras, which come in between.
+    core = ["doctor", "plan", "launch", "serve-check", "merge"]
+    assert [name for name in choices[0] if name in core] == core

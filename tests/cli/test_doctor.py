@@ -75,8 +75,8 @@ def test_the_verdict_comes_first_and_one_command_installs_both() -> None:
     ("versions", "what", "says", "fix"),
     [
         ({"torch": "2.13.0"}, "torchrec", "not installed", '--no-deps "fbgemm-gpu-cpu==1.8.*"'),
-        ({"torch": "2.12.1"}, "fbgemm", "not installed", '-cpu==1.7.*" "torchrec==1.7.*"'),
-        ({**GOOD, "torch": "2.14.0"}, "versions fit", "needs 2.13.*", '"torch==2.13.*"'),
+        ({"torch": "2.14.1"}, "fbgemm", "not installed", '-cpu==1.9.*" "torchrec==1.9.*"'),
+        ({**GOOD, "torch": "2.14.0"}, "versions fit", "needs 2.13.*", '"torchrec==1.9.*"'),
         (
             {**GOOD, "torchrec": "0.8.0", "fbgemm-gpu-cpu": "0.8.0"},
             "versions fit",
@@ -101,11 +101,11 @@ def test_packages(versions: dict[str, str], what: str, says: str, fix: str) -> N
 @pytest.mark.parametrize(
     ("versions", "torch", "release"),
     [
-        ({"torchrec": "1.7.0", "fbgemm-gpu-cpu": "1.7.0"}, "2.12", None),
-        ({"torchrec": "1.7.0"}, "2.12", "1.7"),
         ({"torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "2.13", None),
-        ({"torchrec": "1.6.0"}, "2.13", "1.8"),
-        ({"fbgemm-gpu-cpu": "1.7.0"}, "2.13", "1.8"),
+        ({"torchrec": "1.8.0"}, "2.13", "1.8"),
+        ({"torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"}, "2.14", None),
+        ({"torchrec": "1.6.0"}, "2.14", "1.9"),
+        ({"fbgemm-gpu-cpu": "1.7.0"}, "2.14", "1.9"),
     ],
 )
 def test_torch_fits_the_torchrec_that_is_here(
@@ -201,9 +201,9 @@ def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) ->
     root = Path(__file__).resolve().parents[2]
     if code is not None:
         (tmp_path / "torch.py").write_text(code)
-        about = tmp_path / "torch-2.13.0.dist-info"
+        about = tmp_path / "torch-2.14.0.dist-info"
         about.mkdir()
-        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.14.0\n")
     start = (
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]; from dist_sparse.cli.main"
         " import main; "
@@ -239,5 +239,5 @@ def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) ->
     }
     [kind] = [kind for kind, known in BROKEN.items() if known == code]
     assert said[kind] in done.stdout
-    assert 'install --force-reinstall "torch==2.13.*"' in done.stdout
+    assert 'install --force-reinstall "torch==2.14.*"' in done.stdout
     assert "URL: PyTorch's package index" in done.stdout

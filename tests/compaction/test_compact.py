@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from dist_sparse import DataNormSparsifier, MaskEnforcer, compact, expand, sparsify
+from dist_sparse import Advanced, DataNormSparsifier, MaskEnforcer, compact, expand, sparsify
 from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag
 
 
@@ -117,7 +117,7 @@ def test_twice() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     everything = torch.arange(60).unsqueeze(1)
     for level in (0.5, 0.5):
-        sparse = sparsify(net, optimizer, level=level, end=0, min_rows=1)
+        sparse = sparsify(net, optimizer, level=level, end=0, advanced=Advanced(min_rows=1))
         sparse.step()
         before = net.bags(everything), net.words(torch.arange(40))
         compact(net, sparse)
@@ -129,7 +129,11 @@ def test_twice() -> None:
         60,
         15,
     )
-    assert list(net.state_dict())[:3] == ["bags.weight", "bags.index.words", "bags.index.counts"]
+    assert list(net.state_dict())[:3] == [
+        "bags.stored_weight",
+        "bags.index.words",
+        "bags.index.counts",
+    ]
     copied = copy.deepcopy(net)
     copied.load_state_dict(net.state_dict())
     assert torch.equal(copied(1), net(1))

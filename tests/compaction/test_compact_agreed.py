@@ -18,10 +18,10 @@ from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 
 import dist_sparse.compaction.moving as moving
 import dist_sparse.compaction.replacing as replacing
-from dist_sparse import compact, sparsify
+from dist_sparse import Advanced, compact, sparsify
 from dist_sparse.compaction.replacing import CollectionSite
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers import masks
+from dist_sparse.sparsifiers import pieces
 from dist_sparse.torchrec import port
 from tests.compaction.test_compact_sharded import Run, cell_of
 from tests.dist.cells import batch, build
@@ -75,7 +75,7 @@ def failing(real: Any, times: int) -> Any:
 
 
 PLACES = {
-    "counting blocks": (masks, "_count", 1),
+    "counting blocks": (pieces, "removed_blocks", 1),
     "counting rows": (BlockMask, "dead_rows", 1),
     "building": (CollectionSite, "compacted", 1),
     "in place": (replacing, "places_of", 1),
@@ -132,7 +132,9 @@ def test_one_rank_fails_while_old_tables_are_released() -> None:
 def test_a_warning_that_is_an_error() -> None:
     """Rank 0 alone warns that the schedule has not ended: before anything has changed."""
     model = build(cell_of(2, "row_wise"))
-    sparse = sparsify(model, optimizer_of(model), level=0.6, end=20, every=2, min_rows=0)
+    sparse = sparsify(
+        model, optimizer_of(model), level=0.6, end=20, every=2, advanced=Advanced(min_rows=0)
+    )
     sparse.step()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Sparse training stopped")

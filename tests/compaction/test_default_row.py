@@ -20,7 +20,7 @@ from torchrec import (
 )
 from torchrec.modules.embedding_configs import PoolingType
 
-from dist_sparse import DataNormSparsifier, compact, export, load_served, sparsify
+from dist_sparse import Advanced, DataNormSparsifier, compact, export, load_served, sparsify
 from dist_sparse.serving.chain import check_artifact
 from dist_sparse.serving.manifest import Manifest
 from dist_sparse.tables.modules import modules_by_path
@@ -257,7 +257,9 @@ def test_one_removed_row(tmp_path: Path, unused: int) -> None:
     """As many rows are stored as before: the table is compact all the same."""
     model: nn.Module = nn.Sequential(nn.EmbeddingBag(40, 4, mode="sum"))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    sparse = sparsify(model, optimizer, level="untouched", end=0)
+    sparse = sparsify(
+        model, optimizer, level="untouched", end=0, advanced=Advanced(trust_record=True)
+    )
     used = torch.tensor([[row for row in range(40) if row != unused]])
     model(used).sum().backward()
     optimizer.step()

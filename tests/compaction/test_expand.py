@@ -16,13 +16,13 @@ from dist_sparse import compact, expand, sparsify
 from dist_sparse.compaction import replacing
 from dist_sparse.compaction.moving import kept_rows
 from dist_sparse.compaction.tables import initial_rows
-from dist_sparse.enforcer.dense import leaves
+from dist_sparse.optimizers import leaves
 from dist_sparse.tables.modules import collection_of
 from tests.compaction.test_compact import OPTIMIZERS, Net
 from tests.compaction.test_compact import train as train_plain
 from tests.compaction.test_compact_agreed import failing
 from tests.compaction.test_compact_sharded import Run, cell_of, check_equal
-from tests.dist.cells import batch, gathered, marked
+from tests.dist.cells import batch, gathered
 from tests.dist.plugin import on_ranks
 
 CELLS = {
@@ -30,7 +30,7 @@ CELLS = {
     2: ("table_wise", "row_wise", "row_wise_dense_kernel", "column_wise_fp16", "data_parallel"),
     4: ("table_row_wise", "grid_shard", "ec_column_wise", "mixed"),
 }
-EVERY = marked((world, name) for world, names in CELLS.items() for name in names)
+EVERY = [(world, name) for world, names in CELLS.items() for name in names]
 
 
 def reset_removed(optimizer: Any, tables: list[Tensor]) -> None:

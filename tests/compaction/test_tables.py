@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.swa_utils import AveragedModel
 
-from dist_sparse import DataNormSparsifier, compact, export, load_served, sparsify
+from dist_sparse import Advanced, DataNormSparsifier, compact, export, load_served, sparsify
 from dist_sparse.compaction.tables import CompactEmbedding
 from tests.dist.plugin import on_ranks
 
@@ -76,7 +76,7 @@ def test_a_weight_with_a_row_for_each_id_is_refused() -> None:
     """As of a tied output layer, whose rows would be read by row number."""
     model, _, whole = compacted()
     with pytest.raises(
-        ValueError, match="Invalid weight of 60 rows: a CompactEmbedding stores 12 of 60 rows"
+        AttributeError, match="Invalid weight: a CompactEmbedding stores 12 of 60 rows"
     ):
         model.item.weight = nn.Parameter(whole)
 
@@ -86,11 +86,12 @@ def test_a_model_that_reads_weight_raises(compiled: bool) -> None:
     model, _, whole = compacted()
     top = torch.compile(model.top, backend="eager") if compiled else model.top
     with pytest.raises(
-        RuntimeError,
-        match=r"weight of a CompactEmbedding stores 12 of 60 rows.* Read full_weight\(\)",
+        AttributeError,
+        match=r"CompactEmbedding has no weight: it stores 12 of 60 rows.* Read full_weight\(\)",
     ):
         top(USERS)
-    with pytest.raises(RuntimeError, match=r"weight of a CompactEmbeddingBag stores"):
+    assert not hasattr(model.item, "weight")
+    with pytest.raises(AttributeError, match=r"A CompactEmbeddingBag has no weight"):
         nn.functional.linear(torch.ones(1, 8), model.user.weight)
     scores = model.user(USERS) @ model.item.full_weight().T
     assert torch.equal(scores, model.user(USERS) @ whole.T)
@@ -187,13 +188,12 @@ def test_torch_reads_it_by_name(name: str) -> None:
 
 def test_parameters_are_found_by_name(tmp_path: Path) -> None:
     model, optimizer, whole = compacted()
-    assert model.get_parameter("item.weight") is dict(model.named_parameters())["item.weight"]
-    assert model.item.stored_weight is model.get_parameter("item.weight")
+    named = dict(model.named_parameters())
+    assert model.get_parameter("item.stored_weight") is named["item.stored_weight"]
     assert model.item.stored_weight.shape == (12, 8)
     state, of_optimizer = get_state_dict(model, optimizer)
-    assert {"item.weight", "user.weight"} <= set(state) and of_optimizer["state"]["item.weight"][
-        "sum"
-    ].shape == (12, 8)
+    assert {"item.stored_weight", "user.stored_weight"} <= set(state)
+    assert of_optimizer["state"]["item.stored_weight"]["sum"].shape == (12, 8)
     dcp.save({"model": state}, checkpoint_id=tmp_path / "saved", no_dist=True)
     export(model, None, tmp_path / "served")
     served = load_served(tmp_path / "served")
@@ -217,7 +217,7 @@ def test_under_ddp() -> None:
 
 def test_sparsified_again() -> None:
     model, optimizer, _ = compacted()
-    sparse = sparsify(model, optimizer, level=0.5, end=0, min_rows=1)
+    sparse = sparsify(model, optimizer, level=0.5, end=0, advanced=Advanced(min_rows=1))
     sparse.step()
     wanted = model(USERS)
     compact(model, sparse)

@@ -8,11 +8,10 @@ world of 4 is two "hosts" of two ranks (``LOCAL[4]``).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -134,22 +133,9 @@ class Net(nn.Module):
         )
 
 
-def every_cell() -> list[Any]:
+def every_cell() -> list[tuple[int, str]]:
     """Parameters ``("world", "name")``: every cell of 1, 2 and 4 ranks."""
-    return marked((world, name) for world in (1, 2, 4) for name in cells(world))
-
-
-def marked(cases: Iterable[Sequence[Any]]) -> list[Any]:
-    """Parameters that begin with a world and the name of a cell, most of them marked as slow.
-
-    Quick are cells of two ranks, and of four those that need four, or mix kinds of sharding.
-    """
-    quick = {(2, name) for name in cells(2)} | {(4, name) for name in cells(4).keys() - cells(2)}
-    quick.add((4, "mixed"))
-    return [
-        pytest.param(*case, marks=() if tuple(case[:2]) in quick else pytest.mark.slow)
-        for case in cases
-    ]
+    return [(world, name) for world in (1, 2, 4) for name in cells(world)]
 
 
 def cells(world: int) -> dict[str, Cell]:
@@ -280,6 +266,7 @@ def build(
     optimizer_args: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     layers: DataParallelWrapper | None = None,
+    initial: bool = False,
 ) -> DistributedModelParallel:
     """The model of a cell, sharded, with the weights of :func:`weights`. Collective.
 
@@ -287,6 +274,7 @@ def build(
         optimizer: of the fused tables. A CPU has SGD, Adagrad and RowWiseAdagrad.
         optimizer_args: ``{"lr": 0.1}`` at first.
         layers: how TorchRec puts them under DDP.
+        initial: keep the weights that TorchRec's shards draw.
     """
     torch.manual_seed(0)
     net = Net(cell)
@@ -319,7 +307,8 @@ def build(
         sharders=[sharder],
         data_parallel_wrapper=layers,
     )
-    set_weights(model, weights(cell))
+    if not initial:
+        set_weights(model, weights(cell))
     return model
 
 
@@ -384,6 +373,17 @@ def gathered(source: nn.Module | Sequence[ShardedData]) -> dict[str, Tensor]:
             whole = full.setdefault(name, torch.full(shape, torch.nan, dtype=tensor.dtype))
             whole[row : row + tensor.shape[0], col : col + tensor.shape[1]] = tensor
     return full
+
+
+def drawn(cell: Cell, seed: int) -> dict[str, Tensor]:
+    """Global weights, drawn as TorchRec draws them; the same on every rank."""
+    found = {}
+    generator = torch.Generator().manual_seed(seed)
+    for table in cell.tables:
+        bound = (1 / table.rows) ** 0.5
+        found[table.name] = torch.empty(table.rows, table.dim)
+        found[table.name].uniform_(-bound, bound, generator=generator)
+    return found
 
 
 def set_weights(model: nn.Module, full: Mapping[str, Tensor]) -> None:

@@ -7,9 +7,11 @@ communicates.
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,6 +38,7 @@ __all__ = [
     "local_tensors",
     "move",
     "sharded",
+    "shared_folder",
     "snapshot",
     "watched",
     "write",
@@ -202,3 +205,10 @@ def snapshot(sparsifier: BaseDataSparsifier, tensors: Mapping[str, Any]) -> Any:
 
 def _bits(tensor: Tensor) -> list[int]:
     return tensor.detach().contiguous().view(torch.uint8).flatten().tolist()
+
+
+def shared_folder() -> Path:
+    """A new folder, the same on all ranks. Collective."""
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    return Path(str(box[0]))

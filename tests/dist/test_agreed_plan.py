@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse import CosineDataScheduler, sparsify
+from dist_sparse import sparsify
+from dist_sparse.schedulers import CosineDataScheduler
 from tests.dist.plugin import on_ranks
 from tests.dist.refusals import is_bad, raised_by
+from tests.keywords import nested
 
 PLAN: dict[str, Any] = {"level": 0.6, "end": 6, "every": 2, "min_rows": 4}
 
@@ -60,12 +62,12 @@ def test_an_argument_of_one_rank(key: str, value: Any, says: str) -> None:
     model, optimizer = model_and_optimizer()
     before = [weight.clone() for weight in model.parameters()]
     message = raised_by(
-        lambda: sparsify(model, optimizer, **(PLAN | ({key: value} if is_bad(1) else {})))
+        lambda: sparsify(model, optimizer, **nested(**(PLAN | ({key: value} if is_bad(1) else {}))))
     )
     with pytest.raises(ValueError, match=says):
         raise ValueError(message)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-    sparse = sparsify(model, optimizer, **PLAN)  # nothing was left attached
+    sparse = sparsify(model, optimizer, **nested(**PLAN))  # nothing was left attached
     sparse.step()
     sparse.sparsifier.audit()
     sparse.detach()
@@ -76,7 +78,7 @@ def test_a_budget_of_one_rank() -> None:
     model, optimizer = model_and_optimizer()
     budget = {"budget": "30%" if is_bad(1) else "40%", "end": 6, "min_rows": 4}
     assert "budget is 0.3 on rank 1 and 0.4 on rank 0" in raised_by(
-        lambda: sparsify(model, optimizer, **budget)
+        lambda: sparsify(model, optimizer, **nested(**budget))
     )
 
 
@@ -85,6 +87,6 @@ def test_sets_of_globs_have_no_order() -> None:
     """Ranks hash strings by seeds of their own, so equal sets come in another order."""
     model, optimizer = model_and_optimizer()
     include = ["user", "item"] if is_bad(1) else ["item", "user"]
-    sparse = sparsify(model, optimizer, **PLAN, include=include, protect=["item"])
+    sparse = sparsify(model, optimizer, **nested(**PLAN, include=include, protect=["item"]))
     assert list(sparse.sparsifier.data_groups) == ["user"]  # the other one is protected
     sparse.detach()

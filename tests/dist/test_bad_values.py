@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier, ScoreSparsifier
+from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
+from dist_sparse.extend import ScoreSparsifier
 from tests.dist.pieces import gathered, sharded, snapshot
 from tests.dist.refusals import (
     COLS,

@@ -21,18 +21,19 @@ from dist_sparse import (
     COL,
     ROW,
     DataNormSparsifier,
-    LinearDataScheduler,
     MaskEnforcer,
     SparseTraining,
     compact,
     sparsify,
 )
+from dist_sparse.schedulers import LinearDataScheduler
 from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.copies import build_copies, copied_cells, first_copy
 from tests.dist.enforcing import loss_of, optimizer_of
 from tests.dist.harness import run_ranks
 from tests.dist.plugin import on_ranks
+from tests.keywords import nested
 
 TYPES = (
     "table_wise",
@@ -245,7 +246,9 @@ def training(cell: Cell, level: Any, end: int) -> tuple[nn.Module, SparseTrainin
     model = build(cell)
     options: dict[str, Any] = {"score": "frequency", "block": (1, 4), "min_rows": 0, "every": 2}
     with warnings.catch_warnings():
-        return model, sparsify(model, optimizer_of(model), level=level, end=end, **options)
+        return model, sparsify(
+            model, optimizer_of(model), **nested(level=level, end=end, **options)
+        )
 
 
 def learn(model: nn.Module, sparse: SparseTraining, cell: Cell, step: int) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier, ScoreSparsifier
+from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
+from dist_sparse.extend import ScoreSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Rect
 from tests.dist.cells import build, cells, gathered, set_weights, weights

@@ -26,7 +26,6 @@ from tests.dist.cells import (
     batch,
     build,
     cells,
-    marked,
     set_weights,
     weights,
 )
@@ -64,7 +63,7 @@ def trainings() -> list[tuple[int, str, int]]:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "name", "turn"), marked(trainings()))
+@pytest.mark.parametrize(("world", "name", "turn"), trainings())
 def test_training(world: int, name: str, turn: int) -> None:
     """Five mask updates; in the second half weights are read from outside after every step, before
     it never."""

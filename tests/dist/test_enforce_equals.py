@@ -17,7 +17,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW
-from tests.dist.cells import Cell, batch, build, gathered, marked, plain, set_weights
+from tests.dist.cells import Cell, batch, build, gathered, plain, set_weights
 from tests.dist.enforcing import (
     Run,
     cut,
@@ -128,7 +128,7 @@ def compared() -> list[tuple[int, str, int]]:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "name", "turn"), marked(compared()))
+@pytest.mark.parametrize(("world", "name", "turn"), compared())
 def test_as_one_process(world: int, name: str, turn: int) -> None:
     """20 steps with a mask update every 3; then one rank trains the reference, and compares."""
     cell, rank = trained_cells(world)[name], dist.get_rank()

@@ -30,6 +30,7 @@ from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import batch, build, cells
 from tests.dist.pieces import by_rows, local_tensors, sharded
 from tests.dist.plugin import on_ranks
+from tests.keywords import nested
 
 WORLD = 2
 STEPS = 20
@@ -293,7 +294,7 @@ def test_one_call() -> None:
     )
     model, again = whole.make(), whole.make()
     optimizers = whole.optimizers(model)
-    training = sparsify(model, optimizers, **plan)
+    training = sparsify(model, optimizers, **nested(**plan))
     states: list[Any] = []
 
     def after_step(step: int) -> None:
@@ -305,7 +306,7 @@ def test_one_call() -> None:
     same_on_all(bits([tensor for of_table in pieces(model, False).values() for tensor in of_table]))
     for stats in training.sparsifier.table_stats():
         assert stats.removed_blocks == round(0.6 * (stats.shape[0] * stats.shape[1] // 4)), stats
-    resumed = sparsify(again, whole.optimizers(again), **plan)
+    resumed = sparsify(again, whole.optimizers(again), **nested(**plan))
     resumed.load_state_dict(states[0])
     assert resumed.scheduler.last_epoch == 6
     rank = dist.get_rank()
@@ -319,7 +320,9 @@ def test_one_call() -> None:
     faults += [{"optimizer_state": "bad"}, {"every": "a"}, {"schedule": lambda sparsifier: None}]
     for wrong in faults:
         with pytest.raises(ValueError, match="rank 1"):
-            sparsify(again, whole.optimizers(again), **(plan | wrong if rank == 1 else plan))
+            sparsify(
+                again, whole.optimizers(again), **nested(**(plan | wrong if rank == 1 else plan))
+            )
     for junk in (None, {}, {**states[0], "schedule": 5}):
         with pytest.raises(ValueError, match="rank 1: "):
             resumed.load_state_dict(junk if rank == 1 else states[0])

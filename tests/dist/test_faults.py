@@ -89,7 +89,7 @@ def test_calls_that_differ_between_ranks_are_named() -> None:
             getattr(sparsifier, second if rank else first)()
     reset_traffic()
     sparsifier.fingerprint()
-    assert traffic().bytes == 32 + 4 * 8, "a status, and a hash of each table"
+    assert traffic().bytes == 2 * 32 + 4 * 8, "two agreements, and a hash of each table"
 
 
 @on_ranks(2)

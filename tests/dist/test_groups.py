@@ -12,7 +12,6 @@ import torch.distributed as dist
 from dist_sparse import DataNormSparsifier
 from dist_sparse.groups import (
     Facts,
-    Parcels,
     Replica,
     agreeing,
     group_over,
@@ -20,6 +19,7 @@ from dist_sparse.groups import (
     traffic,
     world_group,
 )
+from dist_sparse.parcels import Parcels
 from tests.dist.harness import run_ranks
 from tests.dist.pieces import by_rows, sharded
 from tests.dist.plugin import on_ranks
@@ -163,3 +163,90 @@ def test_a_timeout_says_who_waited_where() -> None:
         r" ended, is stalled, or is making another call. The backend says: ",
         message,
     ), message
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("fails_before", [0, 1, 2, 3])
+def test_a_rank_that_fails_between_two_collectives(fails_before: int, small: bool) -> None:
+    """The others waited for the timeout."""
+    rank = dist.get_rank()
+    if small and rank < 2:
+        return
+    group = group_over((2, 3)) if small else world_group()
+
+    def fail_at(turn: int) -> None:
+        if rank == 3 and turn == fails_before:
+            raise MemoryError(f"turn {turn}")
+
+    for _ in range(2):  # twice: the connections are new the second time
+        with (
+            pytest.raises(ValueError, match=rf"refused on every rank.*rank 3: .*{fails_before}"),
+            group.jointly("count()"),
+        ):
+            fail_at(0)
+            group.all_reduce(torch.ones(4))
+            fail_at(1)
+            parcels = Parcels(group)
+            reads = []
+            for other in range(group.size):
+                parcels.send(other, torch.ones(other + 1))
+                reads.append(parcels.expect(other, [group.rank + 1], torch.float32))
+            parcels.exchange(torch.device("cpu"))
+            fail_at(2)
+            group.all_gather_json(rank)
+            fail_at(3)
+    assert group.all_gather(torch.tensor(rank)).tolist() == [*group.ranks]
+
+
+@on_ranks(4)
+def test_a_rank_that_fails_between_collectives_of_a_smaller_group() -> None:
+    rank = dist.get_rank()
+    with (
+        pytest.raises(ValueError, match="rank 1: MemoryError: mine"),
+        world_group().jointly("move()"),
+    ):
+        group = group_over((0, 1) if rank < 2 else (2, 3))
+        group.all_reduce(torch.ones(2))
+        if rank == 1:
+            raise MemoryError("mine")
+        group.all_reduce(torch.ones(2))
+        world_group().all_reduce(torch.ones(1))
+    assert group.all_gather(torch.tensor(rank)).tolist() == [*group.ranks]
+    assert world_group().all_gather(torch.tensor(rank)).tolist() == [0, 1, 2, 3]
+
+
+@on_ranks(2)
+def test_what_fails_after_the_last_collective_is_raised_alone() -> None:
+    before = traffic().collectives
+    failed = False
+    try:
+        with world_group().jointly("count()") as call:
+            world_group().all_reduce(torch.ones(1))
+            call.sent_all()
+            if dist.get_rank():
+                raise MemoryError("mine")
+    except MemoryError:
+        failed = True
+    assert failed == bool(dist.get_rank())
+    assert traffic().collectives == before + 1
+    assert world_group().all_reduce(torch.ones(1)) == 2
+
+
+def _ends_in_the_middle() -> str:
+    set_timeout(2)
+    group = world_group()
+    group.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        group.hang_up()
+        return ""  # it never calls again
+    with pytest.raises(RuntimeError) as caught, group.jointly("count()"):
+        group.all_reduce(torch.ones(1))
+    with pytest.raises(RuntimeError, match="connections between ranks 0-1 are lost"):
+        group.all_reduce(torch.ones(1))
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_rank_that_ends_is_not_waited_for() -> None:
+    assert "all_reduce" in run_ranks(2, _ends_in_the_middle)[0]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW, ImportanceSparsifier, MaskEnforcer, sparsify
@@ -19,6 +20,7 @@ from tests.dist.cells import TABLES, Cell, batch, build, cells, gathered, set_we
 from tests.dist.enforcing import kernels, loss_of, optimizer_of, trained_cells
 from tests.dist.plugin import on_ranks
 from tests.dist.test_reshard import moves, reshard
+from tests.keywords import nested
 
 pytestmark = pytest.mark.dist
 
@@ -283,14 +285,36 @@ def test_sparsify_scores_by_what_all_ranks_know() -> None:
         ("mixed", RowWiseAdagrad, "norm"),  # data-parallel tables have Adam
     ):
         model = build(cells(2)[name], optimizer)
-        with sparsify(model, optimizer_of(model), **plan, begin=2) as sparse:
+        with sparsify(model, optimizer_of(model), **nested(**plan, begin=2)) as sparse:
             assert sparse.sparsifier.scored_by == score and f"by {score}," in sparse.summary()
             for _ in range(3):
                 sparse.step()
             assert sparse.sparsifier.audit()
         if score == "norm":
             with pytest.raises(ValueError, match="no Adagrad steps it"):
-                sparsify(model, optimizer_of(model), **plan, score="accumulator")
+                sparsify(model, optimizer_of(model), **nested(**plan, score="accumulator"))
+
+
+@on_ranks(2)
+def test_a_table_that_the_planner_replicated_is_said_to_be(world: int) -> None:
+    """`model.fused_optimizer` steps the others alone; the way out is the call that the error
+    shows."""
+    model = build(cells(world)["mixed"], RowWiseAdagrad)
+    replicated = (
+        r"data-parallel \(replicated on all ranks\).*model\.fused_optimizer does\s+not step"
+    )
+    call = r".*sparsify\(model, \[model\.fused_optimizer, dense_optimizer\]\)"
+    plan: dict[str, Any] = {"level": "untouched", "end": 0, "min_rows": 0, "trust_record": True}
+    with pytest.raises(ValueError, match=rf"No optimizer given steps '.*{replicated}{call}"):
+        sparsify(model, model.fused_optimizer, **nested(**plan))
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    adam = torch.optim.Adam(dense.values())
+    with pytest.raises(ValueError, match=rf"no Adagrad steps it.*{replicated}{call}"):
+        level = {"level": 0.5, "end": 1, "min_rows": 0, "score": "norm_accumulator"}
+        sparsify(model, [model.fused_optimizer, adam], **nested(**level))
+    adagrad = torch.optim.Adagrad(dense.values(), lr=0.1)
+    with sparsify(model, [model.fused_optimizer, adagrad], **nested(**plan)) as sparse:
+        sparse.step()
 
 
 @on_ranks(2)

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
-from dist_sparse import ROW, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer, ScoreSparsifier
+from dist_sparse import ROW, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer
+from dist_sparse.extend import ScoreSparsifier
+from dist_sparse.groups import Call
 from dist_sparse.masking import scores
 from dist_sparse.masking.kept_scores import ScoreCache
 from dist_sparse.sparsifiers.step import make_masks
@@ -97,7 +99,7 @@ def step_checked(sparsifier: ScoreSparsifier) -> None:
     every, sparsifier.full_every = sparsifier.full_every, 1
     with torch.no_grad():
         assert sparsifier.masks.enforcer is not None
-        _, fresh = make_masks(sparsifier, [])
+        _, fresh = make_masks(sparsifier, [], Call())
     sparsifier.full_every = every
     sparsifier.step()
     for name, made in fresh.items():

@@ -3,22 +3,17 @@ a count by hand."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dist_sparse import RunLog, sparsify
+from dist_sparse import Advanced, sparsify
 from dist_sparse.enforcer import rows as rows_module
-from dist_sparse.report.run import read_run
-from dist_sparse.report.summary import inspect_text
 from dist_sparse.text import percent
 from tests.dist.cells import Cell, batch, build
 from tests.dist.enforcing import loss_of, optimizer_of, trained_cells
 from tests.dist.plugin import on_ranks
-from tests.dist.test_run_log import shared_folder
 
 
 def lookups_of(cell: Cell, steps: range) -> dict[str, Tensor]:
@@ -34,50 +29,41 @@ def lookups_of(cell: Cell, steps: range) -> dict[str, Tensor]:
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["row_wise", "column_wise"])
 def test_the_share_of_lookups_that_removed_rows_have(name: str) -> None:
-    cell, folder = trained_cells(2)[name], Path(shared_folder())
+    cell = trained_cells(2)[name]
     model = build(cell)
     optimizer = optimizer_of(model)
     sparse = sparsify(
         model,
         optimizer,
         level=0.5,
-        score="frequency",
+        advanced=Advanced(score="frequency", decay=1, min_rows=0, optimizer_state="reset"),
         end=None,
         every=2,
-        decay=1,
-        min_rows=0,
-        optimizer_state="reset",
     )
     removed = {table.name: torch.zeros(table.rows, dtype=torch.bool) for table in cell.tables}
     wanted = []
-    with RunLog(folder, sparse.sparsifier) as log:
-        for step in range(6):
-            optimizer.zero_grad()
-            loss_of(model(batch(cell, seed=100 * step + dist.get_rank(), size=2))).backward()
-            optimizer.step()
-            if step % 2 == 0:  # until now these rows were removed
-                counts = lookups_of(cell, range(step + 1))
-                wanted.append(
-                    {
-                        name: (int(n.sum()), int(n[removed[name]].sum()))
-                        for name, n in counts.items()
-                    }
-                )
-            sparse.step()
-            log.step(step)
-            removed = {name: sparse.sparsifier.full_mask(name)[:, 0] == 0 for name in removed}
-        counts = lookups_of(cell, range(6))
-        shares = {name: int(n[removed[name]].sum()) / int(n.sum()) for name, n in counts.items()}
-        whole = sum(int(n[removed[name]].sum()) for name, n in counts.items()) / sum(
-            int(n.sum()) for n in counts.values()
-        )
-        each = ", ".join(f"{name} {percent(share)}" for name, share in shares.items())
-        assert f"lookups of removed rows: {percent(whole)} ({each})" in sparse.summary()
-    dist.barrier()
-    run = read_run(folder)
-    logged = [{t.name: (t.lookups, t.removed_lookups) for t in due.tables} for _, due in run.due]
+    recorder, updates = sparse.sparsifier.record(), []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model(batch(cell, seed=100 * step + dist.get_rank(), size=2))).backward()
+        optimizer.step()
+        if step % 2 == 0:  # until now these rows were removed
+            counts = lookups_of(cell, range(step + 1))
+            wanted.append(
+                {name: (int(n.sum()), int(n[removed[name]].sum())) for name, n in counts.items()}
+            )
+        sparse.step()
+        updates += recorder.take()
+        removed = {name: sparse.sparsifier.full_mask(name)[:, 0] == 0 for name in removed}
+    counts = lookups_of(cell, range(6))
+    shares = {name: int(n[removed[name]].sum()) / int(n.sum()) for name, n in counts.items()}
+    whole = sum(int(n[removed[name]].sum()) for name, n in counts.items()) / sum(
+        int(n.sum()) for n in counts.values()
+    )
+    each = ", ".join(f"{name} {percent(share)}" for name, share in shares.items())
+    assert f"lookups of removed rows: {percent(whole)} ({each})" in sparse.summary()
+    logged = [{t.name: (t.lookups, t.removed_lookups) for t in update.tables} for update in updates]
     assert logged == wanted and any(removed for _, removed in wanted[-1].values())
-    assert f"lookups of removed rows: {percent(whole)}\n" in inspect_text(run) + "\n"
     sparse.detach()
 
 
@@ -86,7 +72,7 @@ def test_embeddings_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "EVERY", 2)
     model = nn.ModuleDict({"bag": nn.EmbeddingBag(40, 4), "word": nn.Embedding(30, 4)})
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    sparse = sparsify(model, optimizer, level=0.5, begin=0, end=0, min_rows=0)
+    sparse = sparsify(model, optimizer, level=0.5, begin=0, end=0, advanced=Advanced(min_rows=0))
     ids = [torch.randint(30, (6, 5)) for _ in range(4)]
     for batch_ids in ids:
         loss = model["bag"](batch_ids).sum() + model["word"](input=batch_ids).sum()
@@ -110,37 +96,31 @@ def test_the_default_score_samples_lookups(name: str, monkeypatch: pytest.Monkey
     """With every forward counted, the log has the lookups since the last mask update, and those of
     removed rows."""
     monkeypatch.setattr(rows_module, "EVERY", 1)
-    cell, folder = trained_cells(2)[name], Path(shared_folder())
+    cell = trained_cells(2)[name]
     model = build(cell)
     optimizer = optimizer_of(model)
-    sparse = sparsify(model, optimizer, level=0.5, end=None, every=2, min_rows=0)
+    sparse = sparsify(model, optimizer, level=0.5, end=None, every=2, advanced=Advanced(min_rows=0))
     removed = {table.name: torch.zeros(table.rows, dtype=torch.bool) for table in cell.tables}
     wanted, seen = [], 0
-    with RunLog(folder, sparse) as log:
-        for step in range(6):
-            optimizer.zero_grad()
-            loss_of(model(batch(cell, seed=100 * step + dist.get_rank(), size=2))).backward()
-            optimizer.step()
-            if step % 2 == 0:
-                counts = lookups_of(cell, range(seen, step + 1))
-                wanted.append(
-                    {
-                        name: (int(n.sum()), int(n[removed[name]].sum()))
-                        for name, n in counts.items()
-                    }
-                )
-                seen = step + 1
-            sparse.step()
-            log.step(step)
-            removed = {name: sparse.sparsifier.full_mask(name)[:, 0] == 0 for name in removed}
-        counts = lookups_of(cell, range(seen, 6))
-        share = sum(int(n[removed[name]].sum()) for name, n in counts.items()) / sum(
-            int(n.sum()) for n in counts.values()
-        )
-        assert f"lookups of removed rows: {percent(share)} (" in sparse.summary()
-    dist.barrier()
-    run = read_run(folder)
-    logged = [{t.name: (t.lookups, t.removed_lookups) for t in due.tables} for _, due in run.due]
+    recorder, updates = sparse.sparsifier.record(), []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model(batch(cell, seed=100 * step + dist.get_rank(), size=2))).backward()
+        optimizer.step()
+        if step % 2 == 0:
+            counts = lookups_of(cell, range(seen, step + 1))
+            wanted.append(
+                {name: (int(n.sum()), int(n[removed[name]].sum())) for name, n in counts.items()}
+            )
+            seen = step + 1
+        sparse.step()
+        updates += recorder.take()
+        removed = {name: sparse.sparsifier.full_mask(name)[:, 0] == 0 for name in removed}
+    counts = lookups_of(cell, range(seen, 6))
+    share = sum(int(n[removed[name]].sum()) for name, n in counts.items()) / sum(
+        int(n.sum()) for n in counts.values()
+    )
+    assert f"lookups of removed rows: {percent(share)} (" in sparse.summary()
+    logged = [{t.name: (t.lookups, t.removed_lookups) for t in update.tables} for update in updates]
     assert logged == wanted and any(removed for _, removed in wanted[-1].values())
-    assert f"lookups of removed rows: {percent(share)}\n" in inspect_text(run) + "\n"
     sparse.detach()

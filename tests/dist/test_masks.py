@@ -63,6 +63,7 @@ def known_mask(full: Tensor, level: float, block: tuple[int, Any], norm: str) ->
     return _known[key]
 
 
+@pytest.mark.whole  # contract C1
 @on_ranks()
 @pytest.mark.parametrize(("world", "name"), every_cell())
 def test_masks_equal_the_single_process_oracle(world: int, name: str) -> None:

@@ -14,6 +14,7 @@ from dist_sparse import sparsify
 from tests.dist.cells import batch, build, cells
 from tests.dist.enforcing import optimizer_of
 from tests.dist.plugin import on_ranks
+from tests.keywords import nested
 from tests.mutated_states import outcomes
 
 CASES = range(int(os.environ.get("MUTATED_STATES", "60")))
@@ -33,7 +34,7 @@ def test_mutated_states(cell: str, plan: dict[str, Any]) -> None:
     warnings.filterwarnings("ignore", "The names or globs")
     model = build(cells(2)[cell])
     optimizer = optimizer_of(model)
-    sparse = sparsify(model, optimizer, end=9, every=3, min_rows=0, **plan)
+    sparse = sparsify(model, optimizer, **nested(end=9, every=3, min_rows=0, **plan))
     steps = 0
 
     def train(count: int = 2) -> None:

@@ -15,7 +15,6 @@ import torch
 
 pytest.importorskip("torchrec")
 
-import dist_sparse.codes.quantize as quantize_module
 from benchmarks import quality, quality_case
 from benchmarks.quality import BUDGETS
 from benchmarks.quality_kernel import Books, Model, rotated
@@ -221,7 +220,7 @@ def test_figures_are_those_of_the_data_the_split_and_the_settings(
 @pytest.mark.parametrize("method", ["narrowed codes", "small dense codes"])
 def test_the_package_trains_codes(method: str, tmp_path: Path) -> None:
     """With all figures of a chosen row, which the table prints."""
-    quantize_module.LEAST_ROWS = 1  # type: ignore[misc]
+    pytest.importorskip("dist_sparse.extras.codes.coded_training").LEAST_ROWS = 1
     dim = 16 if method == "narrowed codes" else 8
     case: dict[str, Any] = {"method": method, "dim": dim, "dtype": "codes", "kept": 8, "codes": 2}
     case |= {"file": str(_npz(tmp_path)), "split_seed": 0, "epochs": 2, "batch_size": BATCH}

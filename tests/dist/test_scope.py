@@ -3,6 +3,7 @@ C2, C3)"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW, DataNormSparsifier, sparsify
 from dist_sparse.groups import reset_traffic, traffic
+from dist_sparse.training.arguments import UpdateGuard
 from tests.dist.cells import TABLES, build, cells, gathered, set_weights
 from tests.dist.enforcing import optimizer_of
 from tests.dist.plugin import on_ranks
+from tests.keywords import nested
 from tests.oracle import oracle_scores
 
 pytestmark = pytest.mark.dist
@@ -120,7 +123,7 @@ def test_a_budget_is_kept(world: int) -> None:
             "every": 2,
         }
         with sparsify(
-            model, optimizer_of(model), **plan, floor={"word": 0.5}, min_rows=0
+            model, optimizer_of(model), **nested(**plan, floor={"word": 0.5}, min_rows=0)
         ) as sparse:
             assert sparse.left_dense == {"tiny": "protected"}
             kept = []
@@ -143,13 +146,14 @@ def test_a_budget_is_kept(world: int) -> None:
     [
         ({"level": 0.5, "budget": "20%"}, "exactly one"),
         ({}, "exactly one"),
-        ({"level": "auto", "budget": "20%"}, "level='auto', budget='20%': exactly one"),
         (
-            {"level": "auto", "rotate": "table", "block": "col"},
-            "rotate or decay: guard\\(\\) can't",
+            {"level": 0.5, "score": "frequency", "decay": 0.9, "guard": UpdateGuard()},
+            "Invalid guard with rotate or decay",
         ),
-        ({"level": "auto", "score": "frequency", "decay": 0.9}, "rotate or decay: guard"),
-        ({"budget": "20"}, "such as '20%'"),
+        ({"level": 0.5, "guard": "auto"}, "Invalid guard='auto': must be such as dist_sparse"),
+        ({"level": 0.5, "rotate": "table"}, "Invalid rotate='table': must be such as dist_sparse"),
+        ({"budget": "20"}, "Did you mean 20%"),
+        ({"budget": "a fifth"}, "such as '20%'"),
         ({"budget": -1}, ">= 0"),
         ({"budget": "1%"}, "are the least"),
         ({"budget": "100%"}, "nothing would be removed"),
@@ -160,7 +164,7 @@ def test_a_budget_is_kept(world: int) -> None:
         ({"level": 0.5, "scope": "global", "block": (1, 5)}, "needs blocks that divide"),
         ({"budget": "50%", "block": (1, 5)}, "needs blocks that divide"),
     ],
-    ids=str,
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),
 )
 def test_what_can_not_be_is_refused_on_all_ranks(given: dict[str, Any], says: str) -> None:
     """Also if one rank alone is wrong. Nothing is left attached."""
@@ -172,7 +176,7 @@ def test_what_can_not_be_is_refused_on_all_ranks(given: dict[str, Any], says: st
         (others, f"{says}|scope is global on rank 1 and table on rank 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            sparsify(model, optimizer_of(model), end=2, min_rows=0, **arguments)
+            sparsify(model, optimizer_of(model), **nested(end=2, min_rows=0, **arguments))
     sparsify(model, optimizer_of(model), level=0.5, end=2).detach()
 
 

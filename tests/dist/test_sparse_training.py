@@ -19,6 +19,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dist_sparse import SparseTraining, sparsify
 from tests.dist.cells import batch, build, cells, gathered
 from tests.dist.plugin import on_ranks
+from tests.keywords import nested
 from tests.states import edited
 
 PLAN: dict[str, Any] = {"level": 0.6, "end": 9, "every": 3, "block": (1, 4), "min_rows": 0}
@@ -26,7 +27,7 @@ PLAN: dict[str, Any] = {"level": 0.6, "end": 9, "every": 3, "block": (1, 4), "mi
 
 def sharded() -> tuple[nn.Module, SparseTraining]:
     model = build(cells(2)["row_wise"])
-    return model, sparsify(model, model.fused_optimizer, **PLAN)
+    return model, sparsify(model, model.fused_optimizer, **nested(**PLAN))
 
 
 def everything(model: nn.Module, sparse: SparseTraining) -> list[Any]:
@@ -169,7 +170,7 @@ def test_partial_tables_where_a_shard_is_empty() -> None:
     cell = cells(2)["row_wise"]
     cell = replace(cell, tables=tuple(replace(table, rows=1) for table in cell.tables))
     model = build(cell)
-    sparse = sparsify(model, model.fused_optimizer, **PLAN)
+    sparse = sparsify(model, model.fused_optimizer, **nested(**PLAN))
     assert sparse.partial_tables == (list(sparse.sparsifier.data_groups) if dist.get_rank() else [])
 
 
@@ -183,7 +184,7 @@ def test_auto_step_follows_combined_optimizers(dense_too: bool) -> None:
     optimizer = CombinedOptimizer(
         [model.fused_optimizer, dense] if dense_too else [model.fused_optimizer]
     )
-    sparse = sparsify(model, optimizer, **PLAN, auto_step=True)
+    sparse = sparsify(model, optimizer, **nested(**PLAN, auto_step=True))
     for step in range(10):
         optimizer.zero_grad()
         model(batch(cells(2)["row_wise"], seed=step)).sum().backward()

@@ -20,10 +20,12 @@ from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCol
 from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
+    data_parallel,
     row_wise,
     table_wise,
 )
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.modules import embedding_modules
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
@@ -37,6 +39,7 @@ from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Rect, ShardedData, check_tiling
 from tests.dist.cells import LOCAL, Cell, batch, build, cells, every_cell, gathered, weights
 from tests.dist.plugin import on_ranks
+from tests.torchrec.contract import is_in
 
 
 @on_ranks()
@@ -305,6 +308,17 @@ def test_lazy_data_parallel() -> None:
     assert [data.ranks for data in source.locate()] == [(0, 1), None]
     model.init_data_parallel()
     assert [data.ranks for data in source.locate()] == [(0, 1), (0, 1)]
+
+
+@on_ranks(2)
+@pytest.mark.skipif(not is_in("1.9"), reason="new in TorchRec 1.9")
+def test_replicas_that_nothing_keeps_equal_are_refused() -> None:
+    marked = _ebc("id")
+    embedding_modules.mark_data_parallel_skip_grad_sync(marked)
+    net = nn.ModuleDict({"marked": marked})
+    model = _shard(net, {"marked": data_parallel()}, [EmbeddingBagCollectionSharder()])
+    with pytest.raises(ValueError, match="Table 'id': it is data-parallel without DDP, so its rep"):
+        ModelTables(model).locate()
 
 
 @on_ranks(2)

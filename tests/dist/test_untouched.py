@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dist_sparse import plan, sparsify
+from dist_sparse import Advanced, plan, sparsify
 from tests.dist.cells import Cell, TableSpec, batch, build, gathered
 from tests.dist.enforcing import optimizer_of, trained_cells
 from tests.dist.plugin import on_ranks
 from tests.dist.test_importance import RowWiseAdagrad, learn, totals
+from tests.keywords import nested
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.whole]
 
 
 def outputs(model: nn.Module, cell: Cell) -> Tensor:
@@ -56,7 +57,9 @@ def test_removed_are_the_rows_of_an_oracle(world: int, name: str, score: str) ->
             return
     include = [table.name for table in tables]
     level = {"level": "untouched", "end": 2, "min_rows": 0, "include": include, "score": score}
-    with sparsify(model, optimizer, **level) as sparse:
+    # The weights of cells are not drawn as TorchRec draws them.
+    level["trust_record"] = True
+    with sparsify(model, optimizer, **nested(**level)) as sparse:
         for step in range(3):
             assert sparse.sparsity == 0
             learn(model, optimizer, cell, step)
@@ -83,7 +86,13 @@ def test_a_table_without_a_record_stays_whole() -> None:
     """Its rows were trained before the record began, or never: no row is told from another."""
     cell = trained_cells(2)["row_wise"]
     model = build(cell)
-    sparse = sparsify(model, model.fused_optimizer, level="untouched", end=0, min_rows=0)
+    sparse = sparsify(
+        model,
+        model.fused_optimizer,
+        level="untouched",
+        end=0,
+        advanced=Advanced(min_rows=0, trust_record=True),
+    )
     sparse.step()
     assert sparse.sparsity == 0
     sparse.detach()
@@ -95,4 +104,4 @@ def test_a_level_of_one_rank_is_refused() -> None:
     model = build(cell)
     with pytest.raises(ValueError, match=r"level is untouched on rank 1 and 0\.5 on rank 0"):
         level = "untouched" if dist.get_rank() else 0.5
-        sparsify(model, model.fused_optimizer, level=level, end=3, min_rows=0)
+        sparsify(model, model.fused_optimizer, level=level, end=3, advanced=Advanced(min_rows=0))

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dist_sparse import SparseTraining, sparsify
 from dist_sparse.groups import reset_traffic, traffic
 from tests.dist.plugin import on_ranks
+from tests.keywords import nested
 
 PLAN: dict[str, Any] = {"level": 0.5, "end": 6, "every": 2, "min_rows": 4}
 
@@ -30,7 +31,7 @@ def sparsified(
     optimizer = kind(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sparse = sparsify(model, optimizer, **(PLAN | plan))
+        sparse = sparsify(model, optimizer, **nested(**(PLAN | plan)))
     return (
         optimizer,
         sparse,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.enforcer import rows as rows_module
-from dist_sparse.enforcer.dense import State, WeightState
+from dist_sparse.enforcer.dense import WeightState
 from dist_sparse.enforcer.rows import (
     CountedLookups,
     MaskedShard,
@@ -31,7 +31,8 @@ from dist_sparse.enforcer.rows import (
     zero_rows,
 )
 from dist_sparse.masking import device
-from dist_sparse.masking.masks import BlockMask, Held, pack
+from dist_sparse.masking.masks import BlockMask, pack
+from dist_sparse.optimizers import State
 from dist_sparse.tables.shards import Rect, grid_of
 
 CPU = torch.device("cpu")
@@ -431,7 +432,5 @@ def test_lookups_are_counted_alike_with_and_without_waiting() -> None:
     want = torch.bincount(torch.tensor([3, 3, 0, 0, 3, 1]), minlength=5).int()
     for form in (ends, torch.tensor(ends)):
         counts = torch.zeros(5, dtype=torch.int32)
-        lookups = CountedLookups(features)
-        lookups.use({0: Held(BlockMask.full(Rect(0, 0, 5, 4), (1, 4), CPU), counts)})
-        lookups.add(ids, form)
+        CountedLookups({0: counts}, features).add(ids, form)
         assert torch.equal(counts, want)

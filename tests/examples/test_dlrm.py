@@ -16,9 +16,11 @@ import pytest
 import torch
 
 pytest.importorskip("torchrec")
+pytest.importorskip("dist_sparse.extras.report")
 
-from dist_sparse.report.run import read_run
-from dist_sparse.report.summary import numbers
+from dist_sparse.cli.main import main as command
+from dist_sparse.extras.report.run import read_run
+from dist_sparse.extras.report.summary import numbers
 from dlrm import interactions, movielens
 from dlrm.batches import DataError, Dataset, SparseFeature, batches, steps_per_pass
 from dlrm.model import DIM, sharding_of
@@ -384,11 +386,12 @@ class TestOptions:
 
 class Printed(NamedTuple):
     """The closing tables of a run, cell by cell, by the name in the first column; artifacts by run
-    and dtype."""
+    and dtype; zeros: what the test reads of removed rows."""
 
     tables: dict[str, dict[str, str]]
     runs: dict[str, dict[str, str]]
     artifacts: dict[tuple[str, str], dict[str, str]]
+    zeros: dict[str, dict[str, str]]
     text: str
 
 
@@ -417,10 +420,14 @@ def printed(done: subprocess.CompletedProcess[str]) -> Printed:
         head, *lines = (re.split(r" {2,}", line) for line in section.strip().splitlines())
         if lines and set("".join(lines[0])) == {"-"}:
             # The last cell may be empty.
-            found[head[0]] = [dict(zip(head, line, strict=False)) for line in lines[1:]]
-    tables, runs = ({line[name]: line for line in found[name]} for name in ("table", "run"))
+            found[" ".join(head[:2])] = [dict(zip(head, line, strict=False)) for line in lines[1:]]
+    artifacts = {(line["artifact"], line["dtype"]): line for line in found["artifact dtype"]}
     return Printed(
-        tables, runs, {(line["artifact"], line["dtype"]): line for line in found["artifact"]}, text
+        {line["table"]: line for line in found["table rows x dim"]},
+        {line["run"]: line for line in found["run dim"]},
+        artifacts,
+        {line["table"]: line for line in found["table lookups"]},
+        text,
     )
 
 
@@ -471,7 +478,7 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         stored = (expected + zeros.get(run, 0)) / 8 * (1 + 8 / dim_of(run, dim))
         assert expected / 8 <= size_of(int4) < stored + rows + 4096 * len(result.tables)
         assert abs(float(int4["AUC"]) - float(result.runs[run]["AUC"])) < 0.01
-    # Training has read every row: nothing can be removed, and the index is all that is added.
+    # Training has read every user and item, and part of the cross.
     untouched = size_of(result.artifacts["touched rows", "int4"])
     assert untouched <= size_of(result.artifacts[dense, "int4"]) + rows
     whole = result.artifacts[dense, "fp32"]
@@ -479,6 +486,12 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
         assert artifact["of dense"] == f"{size_of(artifact) / size_of(whole):.1%}"
         delta = float(artifact.get("delta") or 0)
         assert delta == pytest.approx(float(artifact["AUC"]) - float(whole["AUC"]), abs=1.01e-4)
+    zeros = {name: number(line["of removed rows"]) for name, line in result.zeros.items()}
+    assert zeros.pop("user_id") == zeros.pop("item_id") == 0 < zeros["user_x_item"]
+    # An example looks one row of it up.
+    [examples] = re.findall(r"\n([\d,]+) of ([\d,]+) examples .* read zeros\.\n", result.text)
+    cross = result.zeros["user_x_item"]
+    assert examples == (cross["of removed rows"], cross["lookups"])
     assert float(re.findall(r"trained models by at most (\S+)\.\n", result.text)[0]) < 1e-5
     assert [
         f"run {turn} of 4: {run}" in result.text for turn, run in enumerate(result.runs, start=1)
@@ -511,6 +524,8 @@ class TestRuns:
                 shutil.rmtree(newest)
         again = printed(run_script(MAIN, options, cwd=tmp_path))
         check(first, 0.8, 1, DIM)
+        [artifact] = re.findall(r"^dist-sparse serve-check (\S+)$", first.text, re.MULTILINE)
+        assert command(["serve-check", str(tmp_path / artifact)]) == 0
         assert first.tables == again.tables and first.artifacts == again.artifacts
         assert again.runs["dense"]["ms/step"] == "-", "no step was left"
         for run in first.runs.values():

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 pytest.importorskip("torchrec")
+pytest.importorskip("dist_sparse.extras.following")
+pytest.importorskip("dist_sparse.extras.guard")
+pytest.importorskip("dist_sparse.extras.report")
 
 from dist_sparse import load_served
 from dlrm import movielens

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("torchrec")
+pytest.importorskip("dist_sparse.extras.rotation")
 
 from tests.warm import run_ranks_of, run_script
 from two_tower import data, quality
@@ -151,6 +152,7 @@ def test_wrong_options_are_refused(npz: Path, tmp_path: Path) -> None:
 def test_the_frontier(npz: Path, tmp_path: Path) -> None:
     """In one process: small dense tables are trained, and compared with what is removed after
     training."""
+    pytest.importorskip("dist_sparse.extras.frontier")
     options = (
         "--data",
         npz,

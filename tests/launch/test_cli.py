@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import shlex
-import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, 
     """The variables and the words of the command that `--print` shows, read as a shell would."""
     assert main(list(words)) == 0
     found = shlex.split(capsys.readouterr().out)
+    assert found.pop(0) == "env"
     variables = [word for word in found[: found.index("-m") - 1] if "=" in word]
     return dict(word.split("=", 1) for word in variables), found[len(variables) :]
 
@@ -120,8 +120,11 @@ def test_the_endpoint_may_come_from_a_variable(
             ["torchrun", "--rdzv-endpoint", "a:1", "--rdzv-host-env", "A", "-m", "a"],
             "not allowed with argument",
         ),
-        (["sbatch", "--time", "2h", "a.py"], "Invalid --time='2h'"),
-        (["kubeflow", "--nnodes", "1:2", "a.py"], "a fixed number of nodes"),
+        (["torchrun", "--rdzv-endpoint", "a", "a.py"], "Invalid --rdzv-endpoint='a': must be HOST"),
+        (["--grace", "-1", "a.py"], "Invalid --grace=-1: must be a number from 0 on"),
+        (["--ranks", "-1", "pyproject.toml"], "Invalid --ranks=-1: must be a local rank, below 1"),
+        (["--env", "PET_NNODES=9", "a.py"], "Invalid --env='PET_NNODES'"),
+        (["sbatch", "a.py"], "Invalid SCRIPT='sbatch': there is no such file"),
     ],
     ids=str,
 )
@@ -135,16 +138,14 @@ def test_wrong_words_are_2_and_start_nothing(
     assert message in found.err.replace("\n  ", " ") and not found.out
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["local"], ["torchrun"], ["sbatch"], ["kubeflow"]], ids=str
-)
+@pytest.mark.parametrize("command", [[], ["local"], ["torchrun"]], ids=str)
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([*command, "--help"], prog="dist-sparse launch")
     assert leaving.value.code == 0
     found = capsys.readouterr().out
     assert "dist-sparse launch --nproc 2 train.py -- --epochs 1" in found
-    assert found.split("\n\n")[1].startswith(("Runs ", "Writes ")) and "exit status: " in found
+    assert found.split("\n\n")[1].startswith("Runs ") and "exit status: " in found
 
 
 def test_names_come_from_scripts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,20 +159,18 @@ def test_names_come_from_scripts(capsys: pytest.CaptureFixture[str]) -> None:
         assert value(found, "--rdzv-id").rpartition("-")[0] == name
 
 
-def test_files_are_written_where_they_should(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sbatch", "--output", str(tmp_path / "job.sh"), "a.py"]) == 0
-    assert not capsys.readouterr().out
-    assert (tmp_path / "job.sh").read_text().startswith("#!/usr/bin/env bash\n")
-
-
-def test_new_files_are_for_their_owner_alone(tmp_path: Path) -> None:
-    """They hold the values of --env."""
-    path = tmp_path / "job.sh"
-    assert main(["sbatch", "--env", "KEY=secret", "--output", str(path), "a.py"]) == 0
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert "secret" in path.read_text()
+def test_a_printed_command_sets_variables_that_shells_do_not(tmp_path: Path) -> None:
+    """In bash, `UID=5 command` fails: UID is read-only."""
+    show = tmp_path / "python"
+    show.write_text('#!/bin/sh\nprintf "%s\\n" "$NOTE" "$OMP_NUM_THREADS"; env | grep ^UID=\n')
+    show.chmod(0o755)
+    options = ["--env", "UID=5", "--env", "NOTE=it's $HOME", "--python", str(show)]
+    command = shlex.join([*LAUNCH, "--print", *options, "a.py"])
+    done = subprocess.run(
+        ["bash", "-c", f'eval "$({command})"'], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    note, threads, uid = done.stdout.splitlines()
+    assert (note, uid) == ("it's $HOME", "UID=5") and int(threads) >= 1
 
 
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -182,8 +181,6 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/
     ("words", "outputs", "message"),
     [
         ("--print a.py", "> /dev/full", "No space left on device"),
-        ("sbatch a.py", "> /dev/full", "No space left on device"),
-        ("sbatch --output /no/such/job.sh a.py", "", "No such file or directory"),
         ("--python /no/such -m this", "", "/no/such"),
     ],
 )
@@ -201,14 +198,56 @@ def test_an_output_of_python_s_own() -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         print("before")
-        assert main(["sbatch", "a.py", "é"]) == 0
-    assert output.getvalue().startswith("before\n#!/usr/bin/env bash\n")
+        assert main(["--print", "a.py", "é"]) == 0
+    assert output.getvalue().startswith("before\nenv ")
     assert output.getvalue().endswith("-- a.py 'é'\n")
 
 
 def test_only_the_main_thread_can_run_a_job() -> None:
     with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="in the main thread"):
         pool.submit(run, LaunchSpec(script=__file__)).result()
+
+
+NOWHERE = "no-such-node.invalid"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--rdzv-endpoint", f"{NOWHERE}:29400", "--local-addr", "127.0.0.1"],
+            f"Invalid --rdzv-endpoint='{NOWHERE}:29400': the name '{NOWHERE}' does not resolve",
+        ),
+        (
+            ["--rdzv-endpoint", "localhost:29400", "--local-addr", NOWHERE],
+            f"Invalid --local-addr='{NOWHERE}': the name '{NOWHERE}' of this node does not resolve",
+        ),
+    ],
+    ids=["endpoint", "own"],
+)
+def test_names_that_do_not_resolve_are_named_before_anything_starts(
+    options: list[str],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun would try to connect for a minute, and name no address."""
+    monkeypatch.setattr("dist_sparse.launch.run.NAME_SECONDS", 0.1)
+    with pytest.raises(SystemExit) as leaving:
+        main(["torchrun", "--nnodes", "2", "--rdzv-id", "x", *options, "-m", "this"])
+    assert leaving.value.code == 2
+    found = capfd.readouterr()
+    assert message in found.err.replace("\n  ", " ") and not found.out
+    # At once, in case that the name comes later.
+    waits = f"launch: the name '{NOWHERE}' in the rendezvous endpoint does not resolve; waits 0.1 s"
+    assert (waits in found.err) == (options[0] == "--rdzv-endpoint" and NOWHERE in options[1])
+
+
+def test_the_host_name_of_a_node_must_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.getfqdn", lambda: NOWHERE)
+    spec = LaunchSpec(module="this", nnodes="2", rdzv_endpoint="localhost:29400", rdzv_id="x")
+    with pytest.raises(ValueError, match=f"local_addr=None: the name '{NOWHERE}' of this node"):
+        run(spec)
 
 
 def test_the_launcher_needs_no_torch() -> None:

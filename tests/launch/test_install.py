@@ -72,9 +72,8 @@ def test_make_setup_installs_every_extra() -> None:
         "optional-dependencies"
     ]
     assert any(wanted.startswith("fbgemm-gpu>=") for wanted in extras["torchrec"])
-    pins = re.findall(
-        r"^([\w.-]+)==", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE
-    )
+    files = [ROOT / "requirements" / name for name in ("cpu.txt", "common.txt")]
+    pins = re.findall(r"^([\w.-]+)==", "".join(map(Path.read_text, files)), re.MULTILINE)
     wanted = {
         re.split(r"[^\w.-]", each, maxsplit=1)[0] for extra in extras.values() for each in extra
     }

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.docs.test_code_blocks import read
 
 from .jobs import ROOT, finish, job, script
 
@@ -25,6 +28,12 @@ GOLDEN = Path(__file__).with_name("golden")
 TORCHX = (sys.executable, "-c", "from torchx.cli.main import main; main()")
 COMPONENT = "dist_sparse/launch/components.py:train"
 NASTY = ("a b", "$HOME", '"', "'", "--no", "$$", "`id`", "")
+# The commands of the documentation that only print what torchx would submit.
+SHOWN = [
+    shlex.split(block.code.replace("\\\n", " "))
+    for block in read(ROOT / "docs" / "launching.md")
+    if "--dryrun" in block.code
+]
 TALK = """
 import json
 say(f"result{rank}", json.dumps([sys.argv[1:], os.environ["NOTE"], os.environ["WORLD_SIZE"]]))
@@ -137,3 +146,20 @@ def test_dryruns_are_the_golden_ones(scheduler: str, options: list[str]) -> None
     request = done.stdout.split("=== SCHEDULER REQUEST ===\n", 1)[1].rstrip("\n") + "\n"
     request = re.sub(r"dlrm-[a-z0-9]{10,}", "dlrm-ID", request)
     assert request == (GOLDEN / f"torchx.{scheduler}").read_text()
+
+
+@pytest.mark.parametrize("words", SHOWN, ids=lambda words: words[words.index("-s") + 1])
+def test_dryruns_of_the_documentation_work(words: list[str]) -> None:
+    assert words[0] == "torchx"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [*TORCHX, *words[1:]]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    request = done.stdout.split("=== SCHEDULER REQUEST ===\n", 1)[1]
+    assert "torchrun" in request and words[words.index("--script") + 1] in request
+
+
+def test_the_documentation_shows_slurm_and_kubernetes() -> None:
+    assert [words[words.index("-s") + 1] for words in SHOWN] == ["slurm", "kubernetes"]

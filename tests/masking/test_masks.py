@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from dist_sparse.masking.masks import BlockMask, count_bits, pack, places_of, positions, unpack
 from dist_sparse.tables.shards import Rect, grid_of
 
+pytestmark = pytest.mark.whole  # the masks of contract C1
+
 CPU = torch.device("cpu")
 
 

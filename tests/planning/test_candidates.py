@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from dist_sparse import DataNormSparsifier, compact, export, quantize, sparsify
+from dist_sparse import DataNormSparsifier, export
 from dist_sparse.planning.candidates import (
     BY_COLUMN,
     CODED,
     Candidate,
     TableShape,
-    shape_of,
 )
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData
@@ -83,21 +82,6 @@ def test_dense_and_rows_in_every_dtype(tmp_path: Path) -> None:
     assert Candidate(levels=levels).shape(tables[0]) == (18, 24), "round(52.5) rows are removed"
 
 
-@pytest.mark.parametrize("dtype", CODED)
-def test_codes_of_large_tables_and_others_in_int4(dtype: str, tmp_path: Path) -> None:
-    model = nn.ModuleDict(
-        {"large": nn.Embedding(20_000, 16), "odd": nn.EmbeddingBag(20_001, 7)}
-        | {"small": nn.Embedding(19_999, 16)}
-    )
-    candidate = Candidate(dtype=dtype)
-    tables = [shape_of(table) for table in ModelTables(model).locate()]
-    codes = {table.name: candidate.codes(table) for table in tables}
-    assert codes == {"large": 16 // CODED[dtype], "odd": 0, "small": 0}
-    handle = quantize(model, [], codes={"large": codes["large"]}, begin=0, end=0)
-    handle.step()
-    check(candidate, model, tables, tmp_path / "served", handle)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_within_rows_save_nothing(dtype: Any, tmp_path: Path) -> None:
     """Where each row keeps a block, the file is as large as that of the whole tables."""
@@ -107,41 +91,6 @@ def test_blocks_within_rows_save_nothing(dtype: Any, tmp_path: Path) -> None:
     check(
         Candidate(dtype=dtype), model, tables, tmp_path / "a", masked(model, {"user": 0.6}, "1x4")
     )
-
-
-def narrowed(groups: Any) -> tuple[nn.Module, list[ShardedData]]:
-    """The model with a third of the columns of two tables, and its tables as they were."""
-    model, tables = two()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    how: Any = {
-        "level": 1 - 0.3,
-        "block": "col",
-        "schedule": "one_shot",
-        "exclude": "odd",
-        "rotate": groups,
-    }
-    sparse = sparsify(model, optimizer, end=1, **how)
-    sparse.step()
-    return compact(model, sparse), tables
-
-
-def test_narrow_tables(tmp_path: Path) -> None:
-    groups = (("user", "item"),)
-    model, tables = narrowed(groups)
-    for dtype in DTYPES:
-        candidate = Candidate(dtype=dtype, columns=0.3, groups=groups)
-        assert [candidate.shape(table) for table in tables] == [(70, 8), (33, 8), (40, 7)], (
-            "of 7 columns"
-        )
-        check(candidate, model, tables, tmp_path / dtype)
-
-
-def test_tables_that_are_turned_back() -> None:
-    model, tables = narrowed("table")
-    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    candidate = Candidate(columns=0.3, groups=(("user",), ("item",)))
-    served = candidate.served_bytes(tables)
-    assert (served.total, served.bases) == (held, 2 * 24 * 8 * 4)
 
 
 def test_small_dense_tables() -> None:

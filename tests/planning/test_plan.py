@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from dist_sparse import compact, export, plan, quantize, sparsify
+import dist_sparse
+from dist_sparse import plan, remove_untouched
+from dist_sparse.ids.share import Share
 from dist_sparse.planning.candidates import CODED, Candidate, TableShape
 from dist_sparse.planning.plan import Plan
 from dist_sparse.serving.artifact import open_artifact
@@ -135,13 +138,6 @@ def test_small_tables_have_no_codes() -> None:
         assert not any(choice.candidate.dtype in CODED for choice in answer.choices)
 
 
-def test_codes_where_only_they_fit_are_printed_and_make_what_was_planned(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"user": nn.EmbeddingBag(20_000, 32), "small": nn.EmbeddingBag(20, 32)})
-    answer = plan(model, "7%")
-    assert used(answer)[-1] == ("full", "codes of 4", 32)
-    paste(answer, len(answer.recommended), model, [], tmp_path)
-
-
 class Crossed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -165,26 +161,114 @@ def trained(optimizer: Any) -> tuple[Crossed, torch.optim.Optimizer]:
 def test_rows_that_training_has_never_touched(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.Adagrad)
     answer = plan(model, "10%", optimizer=optimizer)
-    assert answer.untouched == {"user": 0, "cross": 750}
+    assert answer.untouched == {"cross": 750} and answer.hardly_read == {"cross": 0}
+    assert answer.unknown["user"].startswith("every row has a gradient: all were looked up, or a")
     assert used(answer) == [("full", "int8", 16)], "9.3%"
     assert plan(model, "40%", optimizer=optimizer).recommended == answer.recommended, "lossless"
     [choice] = answer.recommended
     assert choice.candidate.levels == {"cross": 0.75} and "Remove nothing else" in answer.why
     assert "\ncross  1,000         750            0\n" in str(answer)
-    assert "Never read: removing these rows is lossless on" in str(answer)
-    assert "level=\"untouched\",\n    include=['cross']," in str(answer)
+    assert "\nuser      50     unknown      unknown\n" in str(answer)
+    assert "\nUnknown of user: every row has a gradient: all were looked up, or" in str(answer)
+    assert json.loads(json.dumps(answer.to_json()))["unknown"] == answer.unknown
+    text = " ".join(str(answer).split())
+    assert "removing these rows is lossless on the training data, if the record covers it." in text
     users, crossed = torch.arange(50).view(10, 5), torch.arange(0, 1000, 4).view(-1, 5)
     before = model.user(users), model.cross(crossed)
-    assert (
-        paste(answer, 1, model, optimizer, tmp_path)["sparse"]
-        .sparsifier.full_mask("cross")
-        .any(1)
-        .sum()
-        == 250
-    )
+    removed = paste(answer, 1, model, optimizer, tmp_path)["removed"]
+    assert removed.removed == {"cross": 750}
     assert torch.equal(model.user(users), before[0]) and torch.equal(
         model.cross(crossed), before[1]
     )
+
+
+def test_the_steps_that_a_record_covers_and_what_shows_that_it_covers_the_training() -> None:
+    """Initial values of torch show nothing: the plan says so, and prints a call that does too."""
+    model, optimizer = trained(torch.optim.Adagrad)
+    text = " ".join(str(plan(model, "10%", optimizer=optimizer)).split())
+    assert "Record of cross: the optimizer's state, 2 steps." in text
+    assert "Nothing shows that the record covers the training of cross: its initial values" in text
+    assert (
+        "# trust_record: you say that the record covers the whole training removed ="
+        " ds.remove_untouched( model, optimizer, include=['cross'], trust_record=True, )"
+    ) in text
+    said = json.loads(json.dumps(plan(model, "10%", optimizer=optimizer).to_json()))
+    assert said["records"] == {"cross": "the optimizer's state, 2 steps"}
+    assert said["doubts"]["cross"] == "its initial values are not known to be uniform"
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_proved_record_needs_no_trust(half: bool, tmp_path: Path) -> None:
+    """But in 16 bits nothing is proved."""
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec.types import DataType
+
+    kind = DataType.FP16 if half else DataType.FP32
+    table = EmbeddingBagConfig(
+        name="user", num_embeddings=1000, embedding_dim=16, feature_names=["f"], data_type=kind
+    )
+    model = EmbeddingBagCollection([table])
+    optimizer = torch.optim.Adam(model.parameters())
+    ids = KeyedJaggedTensor(["f"], torch.arange(0, 1000, 4), lengths=torch.ones(250).int())
+    for _ in range(2):
+        model(ids).values().sum().backward()
+        optimizer.step()
+    answer = plan(model, "20%", optimizer=optimizer)
+    text = str(answer)
+    assert answer.untouched == {"user": 750}
+    assert "\nRecord of user: the optimizer's state, 2 steps.\n" in text
+    assert ("lossless on the training data." in text) is not half
+    call = "removed = ds.remove_untouched(model, optimizer"
+    assert f"{call}, trust_record=True)\n" if half else f"{call})\n" in text
+    assert paste(answer, 1, model, optimizer, tmp_path)["removed"].removed == {"user": 750}
+
+
+def test_the_share_of_lookups_that_would_read_zeros() -> None:
+    model, optimizer = trained(torch.optim.Adagrad)
+    before = plan(model, "10%", optimizer=optimizer)
+    assert before.reads_zeros is None and before.to_json()["reads_zeros"] is None
+    batches = [
+        # Training has read each fourth row of the cross.
+        {
+            "user": torch.tensor([0, 1, 2, 3]),
+            "cross": torch.tensor([[0, 4], [4, 5], [6, 7], [8, 8]]),
+        },
+        {"user": torch.tensor([9]), "cross": torch.tensor([[1]])},
+    ]
+    answer = plan(model, "10%", optimizer=optimizer, batches=iter(batches))
+    told = answer.to_json()["reads_zeros"]
+    assert told == {"lookups": {"cross": 9}, "removed": {"cross": 4}, "examples": 5, "affected": 3}
+    json.dumps(answer.to_json())
+    text = str(answer)
+    assert "\ntable   rows  never read  hardly read  reads zeros\n" in text
+    assert "\ncross  1,000         750            0        44.4%\n" in text
+    assert "\nuser      50     unknown      unknown      unknown\n" in text
+    assert "\n3 of 5 examples (60.0%) would read zeros.\n" in text
+    assert max(map(len, text.splitlines())) < 80
+    assert replace(answer, reads_zeros=None) == before, "batches change nothing else"
+    removed = remove_untouched(model, optimizer, include="cross", trust_record=True)
+    assert removed.share(batches) == answer.reads_zeros
+
+
+def test_batches_where_no_row_is_known() -> None:
+    model, optimizer = trained(torch.optim.SGD)
+    answer = plan(model, "9%", optimizer=optimizer, batches=[{"user": torch.tensor([0, 1])}])
+    assert answer.reads_zeros == Share(lookups={}, removed={}, examples=2, affected=0)
+    assert "zeros" not in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"user": torch.tensor([50])}, "Table 'user' has 50 rows: the id 50 is out of range"),
+        ({"other": torch.tensor([0])}, r"No feature of the batch has a table; .*'cross', 'user'"),
+        (torch.tensor([0]), "must be a KeyedJaggedTensor or a dict"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(batch: Any, message: str) -> None:
+    model, optimizer = trained(torch.optim.Adagrad)
+    with pytest.raises(ValueError, match=message):
+        plan(model, "10%", optimizer=optimizer, batches=[batch])
 
 
 def test_tables_of_a_plan_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,25 +281,7 @@ def test_tables_of_a_plan_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_shares_in_each_spelling() -> None:
     budgets = {plan(TOWERS, share).budget for share in ("10%", "10 %", 0.1)}
-    assert len(budgets) == 1 and plan(TOWERS, 1).budget == 1
-
-
-def test_following_tables_have_a_fixed_capacity() -> None:
-    pytest.importorskip("torchrec")
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-
-    from dist_sparse.slots import following
-
-    configs = [
-        EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=64, feature_names=[name])
-        for name in ("user", "item")
-    ]
-    # Ids of all tables take no memory on the meta device.
-    bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    model = nn.ModuleDict({"bags": following(bags, {"item": 16})}).to_empty(device="cpu")
-    with pytest.raises(ValueError, match=r"fixed capacity.*: \['item'\]\. Leave"):
-        plan(model, "50%")
-    assert [table.name for table in plan(model, "50%", exclude="item").tables] == ["user"]
+    assert len(budgets) == 1 and plan(TOWERS, 100).budget == 100
 
 
 def paste(
@@ -224,14 +290,7 @@ def paste(
     """Run what a plan prints for a recommended choice; the artifact takes the bytes that were
     planned."""
     code = str(answer).split(f"\n\n{place}. ")[1].split("\n\n")[0].partition("\n")[2]
-    names = {
-        "model": model,
-        "optimizer": optimizer,
-        "sparsify": sparsify,
-        "compact": compact,
-        "quantize": quantize,
-        "export": export,
-    }
+    names = {"model": model, "optimizer": optimizer, "ds": dist_sparse}
     exec(code.replace('"served"', repr(str(folder / "served"))), names)
     served = answer.recommended[place - 1].served
     written = open_artifact(folder / "served").manifest.tables.values()
@@ -239,35 +298,76 @@ def paste(
     return names
 
 
-def test_what_is_printed_makes_what_was_planned(tmp_path: Path) -> None:
-    model, optimizer = trained(torch.optim.SGD)
-    answer = plan(model, "13%", rotate=[["user", "cross"]])
-    assert used(answer)[:2] == [("columns", "int8", 4), ("columns", "int4", 8)]
-    made = paste(answer, 2, model, optimizer, tmp_path)["model"]
-    assert made.user.weight.shape == (50, 8) and made.cross.weight.shape == (1000, 8)
-
-
-def test_what_is_printed_fits_tables_of_a_few_rows(tmp_path: Path) -> None:
-    """sparsify() leaves tables of fewer than 16 rows dense, unless it is asked not to."""
-    model = nn.ModuleDict({"user": nn.EmbeddingBag(64, 16), "country": nn.EmbeddingBag(10, 16)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    answer = plan(model, "13%", rotate=[["user", "country"]])
-    assert "min_rows=0" in str(answer)
-    made = paste(answer, 2, model, optimizer, tmp_path)["model"]
-    assert made["country"].weight.shape == (10, 8)
-
-
 def test_min_rows_is_printed_only_where_a_small_table_is_pruned() -> None:
     shapes = {"user": (1000, 16), "item": (1000, 16), "country": (10, 16)}
     narrow = str(plan(shapes, "13%", rotate=[["user", "item"]]))
-    assert "rotate=[['user', 'item']]" in narrow and "min_rows" not in narrow
+    assert "rotate=Rotation([['user', 'item']]))" in narrow and "min_rows" not in narrow
 
 
 def test_traffic_that_is_not_known() -> None:
-    # Its sums shrink: after a while they are zero again.
-    model, optimizer = trained(torch.optim.Adam)
-    assert plan(model, "9%", optimizer=optimizer).untouched == plan(model, "9%").untouched == {}
-    assert "Never read" not in str(plan(model, "9%"))
+    model, optimizer = trained(torch.optim.SGD)
+    answer = plan(model, "9%", optimizer=optimizer)
+    assert answer.untouched == plan(model, "9%").untouched == {}
+    assert "Never read" not in str(answer)
+    assert "\nUnknown of user, cross: SGD keeps no state that tells.\n" in str(answer)
+    assert "\nUnknown of user, cross: no optimizer that was given steps it.\n" in str(
+        plan(model, "9%")
+    )
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop"])
+def test_adam_and_its_kin_know_rows_that_were_never_read(kind: str, tmp_path: Path) -> None:
+    """What is printed removes them."""
+    model, optimizer = trained(getattr(torch.optim, kind))
+    answer = plan(model, "10%", optimizer=optimizer)
+    assert answer.untouched == {"cross": 750} and answer.hardly_read == {}
+    assert "\ncross  1,000         750      unknown\n" in str(answer)
+    assert "Hardly read:" not in str(answer)
+    mask = paste(answer, 1, model, optimizer, tmp_path)["removed"].full_mask("cross")
+    assert mask.any(1).nonzero().flatten().tolist() == list(range(0, 1000, 4))
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("kind", ["Adagrad", "Adam", "RMSprop"])
+def test_a_loss_over_whole_tables_is_no_traffic(kind: str, padding: int | None) -> None:
+    """Its gradient reaches every row at each step, but a row of zeros."""
+    torch.manual_seed(0)
+    model = nn.Embedding(1000, 16, padding_idx=padding)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        ids = torch.arange(1, 301, 3) + step
+        (model(ids).sum() + 1e-3 * model.weight.square().sum()).backward()
+        optimizer.step()
+    answer = plan(model, "40%", optimizer=optimizer)
+    assert answer.untouched == answer.hardly_read == {}
+    assert answer.unknown == {
+        "weight": "every row has a gradient: all were looked up, or a loss term reads the whole"
+        " table, such as an L2 of its weight"
+    }
+    text = str(answer)
+    assert "Rows never read: unknown" in text and "never read  hardly read" not in text
+    assert not any(choice.candidate.levels for choice in answer.choices)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("Adagrad", {"weight_decay": 0.01}, "weight_decay=0.01 of Adagrad is a gradient of every"),
+        ("Adam", {"weight_decay": 0.01}, "weight_decay=0.01 of Adam is a gradient of every row"),
+        ("RMSprop", {"weight_decay": 0.01}, "weight_decay=0.01 of RMSprop is a gradient of every"),
+        ("AdamW", {"weight_decay": 0.01}, None),
+        ("SGD", {"momentum": 0.9}, "SGD keeps no state that tells"),
+        ("NAdam", {}, "NAdam keeps no state that tells"),
+    ],
+)
+def test_optimizers_that_write_every_row(kind: str, options: Any, reason: str | None) -> None:
+    model, optimizer = trained(partial(getattr(torch.optim, kind), **options))
+    answer = plan(model, "10%", optimizer=optimizer)
+    if reason is None:
+        assert answer.untouched == {"cross": 750}, "its decay writes weights, not moments"
+    else:
+        assert answer.untouched == {} and answer.unknown["cross"].startswith(reason)
 
 
 @pytest.mark.parametrize("passed", [True, False])
@@ -275,7 +375,7 @@ def test_a_plan_says_where_untouched_rows_are_not_known(passed: bool) -> None:
     """As on the command line, which has the model alone."""
     model, optimizer = trained(torch.optim.Adagrad)
     text = str(plan(model, "9%", optimizer=optimizer if passed else None))
-    line = "Rows never read: unknown; a trained model's Adagrad would tell."
+    line = "Rows never read: unknown; the optimizer of a trained model would tell."
     assert (line in text) is not passed
 
 
@@ -295,7 +395,7 @@ def test_rows_that_were_hardly_read() -> None:
     sums[4:6, 0] = torch.tensor([7.0, 11.0])
     answer = plan(model, "20%", optimizer=optimizer)
     # The mean of 10, 0.5, 0.7, 0.1, 7 and 11 is 4.88.
-    assert answer.untouched["cross"] == 994 and answer.hardly_read == {"user": 0, "cross": 1}
+    assert answer.untouched["cross"] == 994 and answer.hardly_read == {"cross": 1}
     assert answer.to_json()["hardly_read"] == answer.hardly_read
     sums[10] = math.nan
     answer = plan(model, "20%", optimizer=optimizer)
@@ -321,15 +421,16 @@ def test_for_people_and_for_programs() -> None:
         *("fits", "too large", *(f"measure {number}" for number in range(1, 5)))
     }
     assert max(map(len, str(answer).splitlines())) < 80
-    assert str(answer).split("\n\n")[-3].splitlines()[:9] == [
+    assert str(answer).split("\n\n")[-3].splitlines()[:10] == [
         "2. rotated columns, int4:",
-        "sparse = sparsify(",
+        "from dist_sparse.extras.rotation import Rotation",
+        "sparse = ds.sparsify(",
         "    model,",
         "    optimizer,",
         "    level=0.375,",
         '    block="col",',
-        "    rotate=[['user', 'item', 'cross']],",
         "    end=0,",
+        "    advanced=ds.Advanced(rotate=Rotation([['user', 'item', 'cross']])),",
         ")",
     ]
     said = json.loads(json.dumps(answer.to_json()))
@@ -351,7 +452,11 @@ def test_sums_that_begin_above_0_are_unknown() -> None:
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.1)
     (1e-6 * model(torch.arange(500)[None])).sum().backward()
     optimizer.step()
-    assert plan(model, "20%", optimizer=optimizer).untouched == {}
+    answer = plan(model, "20%", optimizer=optimizer)
+    assert answer.untouched == {}
+    assert answer.unknown == {
+        "weight": "the sums of Adagrad begin at 0.1, where float32 absorbs small gradients"
+    }
 
 
 def test_a_model_that_was_not_trained_keeps_its_rows() -> None:
@@ -359,6 +464,7 @@ def test_a_model_that_was_not_trained_keeps_its_rows() -> None:
     model = Crossed()
     answer = plan(model, "10%", optimizer=torch.optim.Adagrad(model.parameters()))
     assert answer.untouched == {} and answer.recommended == plan(model, "10%").recommended
+    assert answer.unknown["cross"].startswith("no row has a gradient: it was not trained, or")
 
 
 def test_tables_of_a_model() -> None:
@@ -382,6 +488,7 @@ def test_tables_of_a_model() -> None:
         ),
         ({"rotate": ["user", "item"]}, 'must be "table", or groups of names'),
         ({"exclude": "user"}, "they are for models"),
+        ({"batches": []}, "they are for models"),
         ({"model": {"user": 9}}, r"Invalid shape 9 of 'user'"),
         ({"model": {}}, "must be a module, or shapes by table"),
     ],

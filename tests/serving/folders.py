@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ def table(
 def write(
     path: Path,
     *collections: tuple[str, Kind, Sequence[Source]],
-    weighted: bool = False,
+    weighted: Any = False,
     last: bool = False,
 ) -> Path:
     """Write an artifact of collections: path, kind and tables."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 from dist_sparse.serving.artifact import ArtifactWriter, all_kept, ids_of, open_artifact
 from dist_sparse.serving.chain import MappedTable
 from dist_sparse.serving.encodings import decode
-from dist_sparse.serving.manifest import PER_ROW, Table
+from dist_sparse.serving.manifest import PER_ROW, TABLES, Manifest, Table
 
-__all__ = ["crcs", "dense", "put"]
+__all__ = ["crcs", "dense", "put", "unsharded"]
 
 
 def dense(path: Path) -> dict[str, Tensor]:
@@ -41,3 +42,12 @@ def put(writer: ArtifactWriter, name: str, entry: Table, tensors: Mapping[str, T
 def crcs(path: Path) -> dict[str, int]:
     """A CRC32 of each file of a folder."""
     return {file.name: zlib.crc32(file.read_bytes()) for file in sorted(path.iterdir())}
+
+
+def unsharded(path: Path) -> dict[str, object]:
+    """A CRC32 of the tables of an artifact, and its manifest as if TorchRec had sharded nothing:
+    only sharded bags weigh ids whenever a batch has weights."""
+    manifest: Manifest = open_artifact(path).manifest
+    collections = [replace(each, weighted=each.weighted is True) for each in manifest.collections]
+    whole = replace(manifest, collections=tuple(collections))
+    return {TABLES: crcs(path)[TABLES], "manifest": whole.to_text()}

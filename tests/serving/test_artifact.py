@@ -216,6 +216,8 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         lambda m: m["tables"]['pac"ké'].update(rows=32),
         lambda m: m["collections"][0].update(kind="pickle"),
         lambda m: m["collections"][0].update(shell="rm"),
+        lambda m: m["collections"][0].update(weighted="always"),
+        lambda m: m["collections"][0].update(weighted=1),
         lambda m: m["collections"][0]["features"][0].update(table="unknown"),
         lambda m: m.update(collections=3),
     ],
@@ -289,6 +291,40 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
             writer.publish(sealed)
     path.rmdir()
     assert not [each for each in tmp_path.rglob("*") if each.name not in ("missing", "parents")]
+
+
+@pytest.mark.timeout(60)
+def test_leftovers_that_no_export_left(tmp_path: Path) -> None:
+    """A named pipe is not opened: it would wait. A link is not followed, and nothing behind it is
+    deleted."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "tables.safetensors").write_text("of another")
+    beside = tmp_path / "exports"
+    beside.mkdir()
+    pipe, linked, link, plain = (beside / f".artifact.{n * 8}.partial" for n in "1234")
+    for folder in (pipe, linked):
+        folder.mkdir()
+    os.mkfifo(pipe / "tables.safetensors")
+    (linked / "tables.safetensors").symlink_to(outside / "tables.safetensors")
+    link.symlink_to(outside, target_is_directory=True)
+    plain.mkdir()
+    (plain / "tables.safetensors").touch()
+    (plain / "more").symlink_to(outside, target_is_directory=True)
+    (plain / "pipe").mkdir()
+    os.mkfifo(plain / "pipe" / "pipe")
+    write(beside / "artifact", TENSORS)
+    assert {*beside.iterdir()} == {beside / "artifact", pipe, linked, link}
+    assert [each.read_text() for each in outside.iterdir()] == ["of another"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["tables.safetensors", "manifest.json"])
+def test_a_pipe_is_no_artifact(copied: Path, name: str) -> None:
+    (copied / name).unlink()
+    os.mkfifo(copied / name)
+    with pytest.raises(ValueError, match=f"{name}"):
+        open_artifact(copied)
 
 
 @pytest.mark.slow

@@ -20,8 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import dist_sparse.codes.quantize as quantize_module
-from dist_sparse import DataNormSparsifier, export, load_served, quantize, sparsify
+from dist_sparse import Advanced, DataNormSparsifier, export, load_served, sparsify
 from dist_sparse.cli.main import main
 from dist_sparse.serving import chain, sources
 from dist_sparse.serving.artifact import open_artifact
@@ -56,12 +55,6 @@ class Days:
         self.sparsifier = DataNormSparsifier(sparse_block_shape="row", norm="L2")
         self.sparsifier.add_model(self.model)
         self.sparse: Any = self.sparsifier
-        if dtype == "codes":
-            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-            with mock.patch.object(quantize_module, "LEAST_ROWS", 1):
-                self.sparse = quantize(
-                    self.model, optimizer, codes=2, begin=0, every=1, sparse=self.sparsifier
-                )
         self.last: Any = None
         self.folders: list[Path] = []
 
@@ -115,7 +108,7 @@ def test_a_chain_is_the_full_export(dtype: str, scale: str, fbgemm: bool, tmp_pa
         assert crcs(merged) == crcs(full)
         assert check_artifact(*days.folders).manifest == days.last.manifest
         expected = looked_up(load_served(full, fbgemm=fbgemm))
-        assert torch.equal(looked_up(live.apply(days.last)), expected)
+        assert torch.equal(looked_up(live.apply_delta(days.last)), expected)
         # Any iterable of folders will do.
         assert torch.equal(looked_up(load_served(iter(days.folders), fbgemm=fbgemm)), expected)
         before = after
@@ -127,9 +120,9 @@ def test_a_growing_delta_finds_room(fbgemm: bool, tmp_path: Path) -> None:
     days = Days(tmp_path)
     served: Any = load_served(days.day(0.5), fbgemm=fbgemm)
     with pytest.raises(ValueError, match="Invalid delta=5: must be the path of a folder"):
-        served.apply(5)
+        served.apply_delta(5)
     held = served.lookup.row_lookup
-    served.apply(days.day(0.48))
+    served.apply_delta(days.day(0.48))
     assert served.lookup.row_lookup is held
     assert torch.equal(looked_up(served), looked_up(load_served(tmp_path / "full1")))
     kept = ROWS - round(0.48 * ROWS)
@@ -139,7 +132,7 @@ def test_a_growing_delta_finds_room(fbgemm: bool, tmp_path: Path) -> None:
     if not fbgemm:
         # The last row is of zeros.
         assert len(saved["row_lookup.groups.0.rows"]) == kept + 1
-    served.apply(days.day(0.1))
+    served.apply_delta(days.day(0.1))
     assert served.lookup.row_lookup is not held
 
 
@@ -180,13 +173,13 @@ def test_refusals(tmp_path: Path) -> None:
         (base, "refused"),
     ]:
         with pytest.raises(ValueError, match=why):
-            served.apply(delta)
+            served.apply_delta(delta)
         assert torch.equal(looked_up(served), was)
         with pytest.raises(ValueError, match=why):
             load_served([base, delta])
-    served.apply(first)
+    served.apply_delta(first)
     with pytest.raises(ValueError, match="out of order"):
-        served.apply(first)
+        served.apply_delta(first)
     assert main(["serve-check", str(base), str(second)]) == 1
     assert main(["serve-check", *map(str, days.folders)]) == 0
     assert main(["merge", *map(str, days.folders), "--out", str(tmp_path / "m")]) == 0
@@ -203,7 +196,7 @@ def test_half_an_update_is_not_served(tmp_path: Path) -> None:
     effects = [*[mock.DEFAULT] * 5, MemoryError]
     moved = mock.patch.object(chain, "rows_of", wraps=chain.rows_of, side_effect=effects)
     with moved, pytest.raises(MemoryError):
-        served.apply(delta)
+        served.apply_delta(delta)
     # Lookups would return rows of other ids.
     lookup: Any = served.lookup
     assert not torch.equal(lookup(ids, torch.arange(len(ids))), was)
@@ -211,7 +204,7 @@ def test_half_an_update_is_not_served(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="applied in part: load the artifact again"):
             looked_up(one)
         with pytest.raises(RuntimeError, match="applied in part: load the artifact again"):
-            one.apply(delta)
+            one.apply_delta(delta)
 
 
 def test_a_delta_that_is_overwritten_after_its_verification(tmp_path: Path) -> None:
@@ -227,8 +220,50 @@ def test_a_delta_that_is_overwritten_after_its_verification(tmp_path: Path) -> N
         return prepare(lookup, delta)
 
     with mock.patch.object(ServedLookup, "prepare_update", overwrite):
-        served.apply(file.parent)
+        served.apply_delta(file.parent)
     assert torch.equal(looked_up(served), looked_up(load_served(tmp_path / "full1")))
+
+
+def test_the_collections_of_a_load_read_a_delta_once(tmp_path: Path) -> None:
+    """Verified, and whatever becomes of the file: but a file of another delta is read."""
+    model = torch.nn.ModuleDict({name: torch.nn.EmbeddingBag(50, 4, mode="sum") for name in "abc"})
+    folders = [export(model, None, tmp_path / "0")]
+    for number in (1, 2):
+        with torch.no_grad():
+            for module in model.values():
+                module.weight[number] += 1
+        folders.append(export(model, None, tmp_path / str(number), since=folders[-1]))
+    served = load_served(folders[0], by_path=True)
+    ids = torch.arange(50).view(10, 5)
+    whole = load_served(folders, by_path=True)
+    assert all(torch.equal(whole[name](ids), model[name](ids)) for name in "abc")
+    file = tmp_path / "1" / "tables.safetensors"
+    raw = file.read_bytes()
+    served["a"].apply_delta(tmp_path / "1")
+    file.write_bytes(bytes(len(raw)))
+    expected = load_served(folders[0], by_path=True)["c"]
+    # A copy opens it on its own.
+    with pytest.raises(ValueError, match="damaged"):
+        copy.deepcopy(served["b"]).apply_delta(tmp_path / "1")
+    served["b"].apply_delta(tmp_path / "1")
+    with pytest.raises(ValueError, match="out of order"):
+        served["b"].apply_delta(tmp_path / "1")
+    # Another load has no part in it.
+    with pytest.raises(ValueError, match="damaged"):
+        expected.apply_delta(tmp_path / "1")
+    # The next delta, in another folder and then in the folder of the first one.
+    served["a"].apply_delta(tmp_path / "2")
+    (tmp_path / "1").rename(tmp_path / "old")
+    (tmp_path / "2").rename(tmp_path / "1")
+    served["b"].apply_delta(tmp_path / "1")
+    assert torch.equal(served["a"](ids), model["a"](ids))
+    assert torch.equal(served["b"](ids), model["b"](ids))
+    # The first delta was dropped for the second one, and c has not got it: it is read again.
+    with pytest.raises(ValueError, match="damaged"):
+        served["c"].apply_delta(tmp_path / "old")
+    (tmp_path / "old" / "tables.safetensors").write_bytes(raw)
+    served["c"].apply_delta(tmp_path / "old").apply_delta(tmp_path / "1")
+    assert torch.equal(served["c"](ids), model["c"](ids))
 
 
 @pytest.mark.parametrize("since", [b"", b"0", "", 5, [None]])
@@ -267,7 +302,7 @@ def test_a_lookup_sees_no_half(tmp_path: Path) -> None:
     thread = threading.Thread(target=look_up)
     thread.start()
     for delta in days.folders[1:]:
-        served.apply(delta)
+        served.apply_delta(delta)
     is_over.set()
     thread.join()
     found.append(looked_up(served))
@@ -289,21 +324,23 @@ CHANGES = st.lists(
 @pytest.mark.slow
 @settings(deadline=None, max_examples=8)
 @given(changes=CHANGES)
-@pytest.mark.parametrize(("dtype", "scale"), [*KINDS, ("codes", "row")])
+@pytest.mark.parametrize(("dtype", "scale"), KINDS)
 def test_any_changes(dtype: Any, scale: Any, changes: Any) -> None:
     """Rows that change, go and return, in any order; some days nothing happens."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        days = Days(folder, dtype, scale)
-        live = load_served(days.day(0.5))
-        for number, (level, ids, value) in enumerate(changes, 1):
-            with torch.no_grad():
-                days.model[0].weight[ids] = value
-            delta = days.day(level, written=0)
-            full = folder / f"full{number}"
-            merge(*days.folders, out=folder / f"merged{number}")
-            assert crcs(folder / f"merged{number}") == crcs(full)
-            assert torch.equal(looked_up(live.apply(delta)), looked_up(load_served(full)))
+        check_changes(Days(Path(name), dtype, scale), Path(name), changes)
+
+
+def check_changes(days: Days, folder: Path, changes: Any) -> None:
+    live = load_served(days.day(0.5))
+    for number, (level, ids, value) in enumerate(changes, 1):
+        with torch.no_grad():
+            days.model[0].weight[ids] = value
+        delta = days.day(level, written=0)
+        full = folder / f"full{number}"
+        merge(*days.folders, out=folder / f"merged{number}")
+        assert crcs(folder / f"merged{number}") == crcs(full)
+        assert torch.equal(looked_up(live.apply_delta(delta)), looked_up(load_served(full)))
 
 
 TRAINED = [
@@ -330,7 +367,14 @@ def test_ranks(world: int, name: str, dtype: Any, block: Any, tmp_path: Path) ->
     model = build(cell)
     optimizer = optimizer_of(model)
     sparse = sparsify(
-        model, optimizer, level=0.6, block=block, end=6, every=2, schedule="linear", min_rows=0
+        model,
+        optimizer,
+        level=0.6,
+        block=block,
+        end=6,
+        every=2,
+        schedule="linear",
+        advanced=Advanced(min_rows=0),
     )
     last: Any = None
     folders = []
@@ -377,7 +421,14 @@ def test_tables_that_are_not_sparsified(world: int, tmp_path: Path) -> None:
     model = build(cell)
     optimizer = optimizer_of(model)
     sparse = sparsify(
-        model, optimizer, level=0.3, block="row", end=1, every=1, include="*user*", min_rows=0
+        model,
+        optimizer,
+        level=0.3,
+        block="row",
+        end=1,
+        every=1,
+        include="*user*",
+        advanced=Advanced(min_rows=0),
     )
     folders: list[Path] = []
     for day in range(4):
@@ -401,36 +452,6 @@ def test_tables_that_are_not_sparsified(world: int, tmp_path: Path) -> None:
     sparse.detach()
 
 
-@on_ranks(1)
-@pytest.mark.parametrize("undoes", [False, True])
-def test_another_sparsifier_on_the_same_tables_of_a_kernel(undoes: bool, tmp_path: Path) -> None:
-    """It zeroes rows, and brings rows back, that only the first one notes."""
-    cell = trained_cells(1)["table_wise"]
-    model = build(cell)
-    optimizer = optimizer_of(model)
-    plan: Any = {"block": "row", "end": 8, "every": 1, "min_rows": 0, "schedule": "linear"}
-    mine = sparsify(model, optimizer, level=0.5, include="*user*", **plan)
-    other = sparsify(model, optimizer, level=0.8, include="*item*", **plan)
-    other.guard(0.75)
-    export(model, mine, tmp_path / "base")
-    export(model, mine, tmp_path / "1", since=tmp_path / "base")
-    learn(model, optimizer, cell, 0)
-    for _ in range(2):
-        other.step()
-        other.guard(0.75)
-    other.step()
-    if undoes:
-        export(model, mine, tmp_path / "2", since=[tmp_path / "base", tmp_path / "1"])
-        assert not other.guard(0.5)
-    folders = sorted(tmp_path.iterdir(), key=lambda folder: (folder.name != "base", folder.name))
-    export(model, mine, tmp_path / "last", since=folders)
-    export(model, mine, tmp_path / "full")
-    merge(*folders, tmp_path / "last", out=tmp_path / "merged")
-    assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
-    mine.detach()
-    other.detach()
-
-
 def test_a_tensor_whose_zero_changes_its_sign(tmp_path: Path) -> None:
     """It is equal by value, and other bytes."""
     model = nn.Sequential(nn.EmbeddingBag(10, 3, mode="sum"))
@@ -450,7 +471,9 @@ def test_a_full_export_that_is_written_again(tmp_path: Path) -> None:
     cell = trained_cells(1)["row_wise"]
     model = build(cell)
     optimizer = optimizer_of(model)
-    sparse = sparsify(model, optimizer, level=0.3, block="row", end=1, every=1, min_rows=0)
+    sparse = sparsify(
+        model, optimizer, level=0.3, block="row", end=1, every=1, advanced=Advanced(min_rows=0)
+    )
     for day in range(3):
         learn(model, optimizer, cell, day)
         sparse.step()
@@ -470,8 +493,9 @@ def test_writes_that_training_does_not_make(tmp_path: Path) -> None:
     cell = trained_cells(1)["row_wise"]
     model = build(cell)
     optimizer = optimizer_of(model)
-    sparse = sparsify(model, optimizer, level=0.6, block="row", end=6, every=1, min_rows=0)
-    sparse.guard(0.75)
+    sparse = sparsify(
+        model, optimizer, level=0.6, block="row", end=6, every=1, advanced=Advanced(min_rows=0)
+    )
     learn(model, optimizer, cell, 0)
     sparse.step()
     last = export(model, sparse, tmp_path / "0")
@@ -482,8 +506,6 @@ def test_writes_that_training_does_not_make(tmp_path: Path) -> None:
         sparse.step()
         if day == 2:
             model.load_state_dict(state)
-        elif day == 3:
-            sparse.guard(0.1)
         elif day == 4:
             with torch.no_grad():
                 next(iter(model.module.sparse.parameters())).mul_(2)
@@ -508,7 +530,9 @@ def test_averages_of_copies_are_written_rows(tmp_path: Path) -> None:
     cell = copied_cells()["table_wise"]
     model = build_copies(cell)
     optimizer = _optimizer(model)
-    sparse = sparsify(model, optimizer, level=0.3, block="row", end=1, every=1, min_rows=0)
+    sparse = sparsify(
+        model, optimizer, level=0.3, block="row", end=1, every=1, advanced=Advanced(min_rows=0)
+    )
     folders: list[Path] = []
     for day in range(4):
         optimizer.zero_grad()
@@ -530,7 +554,9 @@ def test_writes_that_torch_does_not_count(block: Any, tmp_path: Path) -> None:
     cell = trained_cells(1)["row_wise"]
     model = build(cell)
     optimizer = optimizer_of(model)
-    sparse = sparsify(model, optimizer, level=0.3, block=block, end=1, every=1, min_rows=0)
+    sparse = sparsify(
+        model, optimizer, level=0.3, block=block, end=1, every=1, advanced=Advanced(min_rows=0)
+    )
     folders: list[Path] = []
     for day in range(3):
         learn(model, optimizer, cell, 2 + day)
@@ -552,7 +578,9 @@ def test_a_damaged_bitmap_is_not_published(tmp_path: Path) -> None:
     cell = trained_cells(1)["row_wise"]
     model = build(cell)
     optimizer = optimizer_of(model)
-    sparse = sparsify(model, optimizer, level=0.6, block="row", end=1, every=1, min_rows=0)
+    sparse = sparsify(
+        model, optimizer, level=0.6, block="row", end=1, every=1, advanced=Advanced(min_rows=0)
+    )
     folders: list[Path] = []
     for day in range(4):
         learn(model, optimizer, cell, day)

@@ -18,8 +18,9 @@ from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_configs import DataType
 
-from dist_sparse import DataNormSparsifier, compact, export, groups, load_served, sparsify
+from dist_sparse import Advanced, DataNormSparsifier, compact, export, load_served, sparsify
 from dist_sparse.groups import reset_traffic, traffic
+from dist_sparse.parcels import Parcels
 from dist_sparse.tables.modules import ModelTables, modules_by_path
 from tests.dist.cells import (
     Cell,
@@ -28,7 +29,6 @@ from tests.dist.cells import (
     build,
     cells,
     gathered,
-    marked,
     plain,
     set_weights,
     weights,
@@ -36,7 +36,7 @@ from tests.dist.cells import (
 from tests.dist.copies import build_copies, copied_cells
 from tests.dist.harness import RanksFailed, run_ranks
 from tests.dist.plugin import on_ranks
-from tests.serving.stored import crcs, dense
+from tests.serving.stored import crcs, dense, unsharded
 
 KINDS: dict[str, tuple[Any, Any, dict[str, dict[str, float]]]] = {
     "rows": (
@@ -97,7 +97,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], 
             path = tmp_path_factory.mktemp("plain")
             for kind in KINDS:
                 exported(plain(cell), path, kind)
-            found[tables_of(cell)] = {kind: crcs(path / kind) for kind in KINDS}
+            found[tables_of(cell)] = {kind: unsharded(path / kind) for kind in KINDS}
     return found
 
 
@@ -106,7 +106,7 @@ def tables_of(cell: Cell) -> tuple[str, ...]:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "name"), marked(EVERY))
+@pytest.mark.parametrize(("world", "name"), EVERY)
 def test_files_depend_on_the_model_alone(
     world: int, name: str, tmp_path: Path, expected: dict[Any, Any]
 ) -> None:
@@ -117,7 +117,7 @@ def test_files_depend_on_the_model_alone(
     for kind in KINDS:
         exported(model, tmp_path, kind)
         dist.barrier()
-        assert crcs(tmp_path / kind) == expected[tables_of(cell)][kind], kind
+        assert unsharded(tmp_path / kind) == expected[tables_of(cell)][kind], kind
         if KINDS[kind][1] == "fp32":
             found = dense(tmp_path / kind)
             assert all(
@@ -175,7 +175,7 @@ def test_copies(world: int, tmp_path: Path, expected: dict[Any, Any]) -> None:
                 shard.tensor.add_(1.0)
     exported(model, tmp_path, "rows")
     dist.barrier()
-    assert crcs(tmp_path / "rows") == expected[tables_of(cell)]["rows"]
+    assert unsharded(tmp_path / "rows") == expected[tables_of(cell)]["rows"]
 
 
 @on_ranks(2)
@@ -186,7 +186,9 @@ def test_after_a_backward(block: str, tmp_path: Path) -> None:
     cell = cells(2)["row_wise"]
     model = build(cell)
     optimizer = torch.optim.SGD([model.module.over.weight, model.module.over.bias], lr=0.1)
-    with sparsify(model, optimizer, level=0.6, end=0, block=block, min_rows=2) as sparse:
+    with sparsify(
+        model, optimizer, level=0.6, end=0, block=block, advanced=Advanced(min_rows=2)
+    ) as sparse:
         for step in range(3):
             model(batch(cell, seed=2 * step + dist.get_rank())).sum().backward()
             if step != 1:
@@ -212,7 +214,7 @@ def test_a_plain_model_on_ranks(tmp_path: Path, expected: dict[Any, Any]) -> Non
     exported(ddp, tmp_path / "ddp", "rows")
     dist.barrier()
     for path in (tmp_path, tmp_path / "ddp"):
-        assert crcs(path / "rows") == expected[tables_of(cell)]["rows"]
+        assert unsharded(path / "rows") == expected[tables_of(cell)]["rows"]
 
 
 @on_ranks(2)
@@ -235,6 +237,7 @@ def rows_held(model: torch.nn.Module) -> int:
     )
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="needs Linux, to see the memory of a process"
@@ -333,14 +336,14 @@ def killed(path: Path, rank: int, exchange: int) -> None:
     sparsifier.add_model(model)
     sparsifier.step()
     if dist.get_rank() == rank:
-        real, calls = groups.Parcels.exchange, iter(range(exchange))
+        real, calls = Parcels.exchange, iter(range(exchange))
 
-        def ending(self: groups.Parcels, device: torch.device) -> None:
+        def ending(self: Parcels, device: torch.device) -> None:
             if next(calls, None) is None:
                 os._exit(9)
             real(self, device)
 
-        groups.Parcels.exchange = ending  # type: ignore[method-assign]
+        Parcels.exchange = ending  # type: ignore[method-assign]
     export(model, sparsifier, path / "served")
 
 
@@ -356,9 +359,11 @@ def test_a_killed_rank_leaves_no_artifact(tmp_path: Path, rank: int, exchange: i
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["bags", "sequences"])
 def test_collections_of_sharded_modules(kind: str, tmp_path: Path) -> None:
-    """The same as of the unsharded module."""
+    """The same as of the unsharded module, except for weights, which sharded bags always read."""
     cell = cells(2)["mixed" if kind == "bags" else "ec_row_wise"]
     mine = export(build(cell), None, tmp_path / "sharded").manifest
     whole = export(plain(cell), None, tmp_path / "plain").manifest
-    assert mine == whole and mine.collections[0].path == "sparse.tables"
-    assert mine.collections[0].kind == ("bag" if kind == "bags" else "sequence")
+    [found], [expected] = mine.collections, whole.collections
+    assert found.weighted == ("optional" if kind == "bags" else False)
+    assert replace(found, weighted=False) == expected and mine.tables == whole.tables
+    assert (found.path, found.kind) == ("sparse.tables", "bag" if kind == "bags" else "sequence")

@@ -113,7 +113,9 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, fbgemm: bool) -> 
     served = one(write(tmp_path / "bag", bag), fbgemm=fbgemm)
     ids = torch.arange(6)
     lengths, offsets = torch.tensor([2, 4]), torch.tensor([0, 2])
-    with pytest.raises(ValueError, match="offsets begin with 0, and end with it"):
+    with pytest.raises(
+        ValueError, match="Offsets begin with 0, never fall, and end with the number"
+    ):
         served(ids, lengths)
     with pytest.raises(ValueError, match="Weights must have the shape of the ids"):
         served(ids, offsets, torch.ones(5))
@@ -231,7 +233,7 @@ def test_a_weighted_keyed_jagged_tensor(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="has no weights"):
         served(KeyedJaggedTensor(["a", "b"], ids, lengths=lengths))
-    with pytest.raises(ValueError, match="and weights if it is weighted"):
+    with pytest.raises(ValueError, match="has no weights"):
         served(ids, lengths)
 
 
@@ -290,13 +292,6 @@ def test_modules_of_torch(tmp_path: Path, fbgemm: bool) -> None:
             served(ids.view(4, 5), None, weights.view(4, 5)),
             bag(ids.view(4, 5), None, weights.view(4, 5)),
         )
-        assert served(ids[:0].view(3, 0)).tolist() == [[0.0] * 6] * 3
-        if last:
-            with pytest.raises(ValueError, match="must add up to the number of ids"):
-                served(ids, torch.tensor([0, 21]))
-            # FBGEMM's operator would read where they point.
-            beyond = served(ids, torch.tensor([0, 10**9, 20]))
-            assert torch.equal(beyond, served(ids, torch.tensor([0, 20, 20])))
     served = one(
         write(tmp_path / "ids", ("ids", "embedding", [Source("t", weight, pooling="none")])),
         fbgemm=fbgemm,
@@ -485,13 +480,13 @@ def test_the_documented_use_is_typed(tmp_path: Path) -> None:
         "served = load_served('served', unknown='raise')\n"
         "assert_type(served, Served)\n"
         "served(torch.tensor([7]), torch.tensor([1]))\n"
-        "served.apply('delta').to_pt2('served.pt2')\n"
+        "served.apply_delta('delta').to_pt2('served.pt2')\n"
         "unknown: dict[str, int] = served.unknown\n"
         "collections = load_served(['served', 'delta'], by_path=True)\n"
         "assert_type(collections, dict[str, Served])\n"
         "collections['user'](torch.tensor([7]), torch.tensor([1]))\n"
         "for module in collections.values():\n"
-        "    module.apply('delta')\n"
+        "    module.apply_delta('delta')\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", str(script)],

@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed import global_settings
 from torchrec.inference.modules import shard_quant_model
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dist_sparse import DataNormSparsifier, compact, export, load_served, quantize
+from dist_sparse import DataNormSparsifier, compact, export, load_served
 from dist_sparse.serving.served import Served
 from tests.serving.folders import Source, table, write
 
@@ -203,26 +202,6 @@ def test_negative_ids_read_row_0_of_their_table(tmp_path: Path) -> None:
     found = torch.jit.script(module)(indices=ids, offsets=offsets)
     assert torch.equal(found, served(torch.tensor([5, 0, 0]), torch.tensor([1, 2])))
     assert ids.tolist() == [5, -1, 30]
-
-
-def test_codes_in_other_libraries(tmp_path: Path) -> None:
-    configs = [
-        EmbeddingBagConfig(
-            name=name, num_embeddings=20_000, embedding_dim=8, feature_names=[f"of_{name}"]
-        )
-        for name in ("one", "two")
-    ]
-    model = EmbeddingBagCollection(configs)
-    with quantize(model, [], codes=2, begin=0) as handle:
-        handle.step()
-        served: Any = load_served(export(model, handle, tmp_path / "served", dtype="codes"))
-    lengths = torch.randint(0, 4, (14,))
-    ids = torch.randint(20_000, (int(lengths.sum()),))
-    expected = served(ids, lengths)
-    assert expected.any()
-    assert torch.equal(served.to_fbgemm()(ids, offsets_of(lengths)), expected)
-    jagged = KeyedJaggedTensor(["of_one", "of_two"], ids, lengths=lengths)
-    assert torch.equal(served.to_torchrec()(jagged).values(), served(jagged).values())
 
 
 def test_conversions_read_no_files(tmp_path: Path) -> None:

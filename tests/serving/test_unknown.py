@@ -32,7 +32,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import BoundsCheckMode, ShardingPlan
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse import compact, sparsify
+from dist_sparse import Advanced, compact, sparsify
 from dist_sparse.compaction import collections
 from dist_sparse.compaction.collections import (
     CompactEmbeddingBagCollection,
@@ -77,7 +77,12 @@ def compacted(mode: BoundsCheckMode, pooling: PoolingType = PoolingType.SUM) -> 
         model, device=cpu, plan=ShardingPlan({"bags": plan}), sharders=[sharder]
     )
     sparse = sparsify(
-        sharded, sharded.fused_optimizer, level={"small": 0.5}, block="row", end=0, min_rows=1
+        sharded,
+        sharded.fused_optimizer,
+        level={"small": 0.5},
+        block="row",
+        end=0,
+        advanced=Advanced(min_rows=1),
     )
     sparse.step()
     return compact(sharded, sparse)
@@ -169,7 +174,9 @@ def test_data_parallel_tables_raise() -> None:
         model, device=cpu, plan=ShardingPlan({"bags": plan}), sharders=[sharder]
     )
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    sparse = sparsify(sharded, optimizer, level={"small": 0.5}, block="row", end=0, min_rows=1)
+    sparse = sparsify(
+        sharded, optimizer, level={"small": 0.5}, block="row", end=0, advanced=Advanced(min_rows=1)
+    )
     sparse.step()
     with pytest.raises(RuntimeError):
         sharded(of_both([5000]))
@@ -259,7 +266,7 @@ def test_modules_of_torch_raise_as_before(mode: str, dtype: torch.dtype) -> None
         level=0.5,
         block="row",
         end=0,
-        min_rows=1,
+        advanced=Advanced(min_rows=1),
     )
     sparse.step()
     model = compact(model, sparse)

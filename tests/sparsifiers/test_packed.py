@@ -12,13 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_sparse import (
-    BaseDataSparsifier,
-    DataNormSparsifier,
-    ImportanceSparsifier,
-    MaskEnforcer,
-    ScoreSparsifier,
-)
+from dist_sparse import BaseDataSparsifier, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer
+from dist_sparse.extend import ScoreSparsifier
 from dist_sparse.tables.modules import ModelTables
 from tests.states import table
 

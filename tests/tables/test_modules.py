@@ -365,11 +365,14 @@ def test_modules_that_are_refused(case: str) -> None:
     ("versions", "message"),
     [
         (
-            ("2.13.0+cpu", "1.7.0", "1.7.0"),
-            r"The torch is wrong: torchrec 1.7.0 needs 2.12.\*; installed: torch 2.13.0",
+            ("2.13.0+cpu", "1.9.0", "1.9.0"),
+            r"The torch is wrong: torchrec 1.9.0 needs 2.14.\*; installed: torch 2.13.0",
         ),
         (("2.13.0", "1.8.0", "1.7.0"), r"The fbgemm-gpu is wrong: torchrec 1.8.0 needs 1.8.\*"),
         (("2.12.1", "1.8.0", "1.8.0+cu130"), r"The torch is wrong: torchrec 1.8.0 needs 2.13.\*"),
+        (("2.12.1", "1.7.2", "1.7.0"), "knows those of 1.8, 1.9; installed: torch 2.12.1, torchre"),
+        (("2.15.0", "1.10.0", "1.10.0"), "To go on at your own risk, set DIST_SPARSE_UNKNOWN_REL"),
+        (("2.15.0.dev20260901", "1.10.0a0", "INTERNAL"), "A development build may read and write"),
     ],
 )
 def test_versions_that_do_not_fit_are_refused(versions: tuple[str, str, str], message: str) -> None:
@@ -381,11 +384,18 @@ def test_versions_that_fit() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_versions("2.13.0+cpu", "1.8.0", "1.8.0")
-        check_versions("2.12.1", "1.7.2", "1.7.0+cu126")
-    with pytest.warns(UserWarning, match="knows those of 1.7, 1.8"):
-        check_versions("2.14.0", "1.9.0", "1.9.0")
-    with pytest.warns(UserWarning, match="Can't tell whether these fit"):
-        check_versions("2.14.0.dev20260901", "1.9.0a0", "INTERNAL")
+        check_versions("2.14.1", "1.9.2", "1.9.0+cu130")
+
+
+def test_unknown_releases_at_ones_own_risk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST_SPARSE_UNKNOWN_RELEASES", "1")
+    with pytest.warns(UserWarning, match="knows those of 1.8, 1.9; installed: torch 2.15.0"):
+        check_versions("2.15.0", "1.10.0", "1.10.0")
+    with pytest.warns(UserWarning, match="A development build may read and write rows"):
+        check_versions("2.15.0.dev20260901", "1.10.0a0", "INTERNAL")
+    # Known not to fit: no risk to take.
+    with pytest.raises(ImportError, match=r"The torch is wrong: torchrec 1.9.2 needs 2.14.\*"):
+        check_versions("2.13.0", "1.9.2", "1.9.0")
 
 
 def test_a_weight_shared_with_a_dense_module_is_a_table_whichever_comes_first() -> None:

@@ -10,14 +10,18 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Iterator, Set
+from importlib.metadata import version
+from itertools import chain
 from types import CodeType, FunctionType
 from typing import Any, Final
 
+from packaging.version import Version
+
 from dist_sparse.torchrec.collections import REFUSED
 
-__all__ = ["NAMES", "methods_that_use", "missing_names"]
+__all__ = ["NAMES", "SINCE", "STORAGE_METHODS", "is_in", "methods_that_use", "missing_names"]
 
-_KERNEL: Final = "_config _feature_table_map emb_module"
+_KERNEL: Final = "_config _feature_table_map _pg emb_module"
 _FUSED_KERNEL: Final = f"{_KERNEL} fused_optimizer"
 _GROUPS: Final = "_grouped_embedding_configs_per_rank"
 _MARKS: Final = "_optimizer_classes _optimizer_kwargs"
@@ -31,11 +35,12 @@ NAMES: Final = {
         ),
         "embedding.ShardedEmbeddingCollection": (
             "_env _lookups _need_indices _sharding_type_to_sharding _table_name_to_config"
-            " fused_optimizer"
+            " _use_index_dedup fused_optimizer"
         ),
         "embedding_types.GroupedEmbeddingConfig": "embedding_tables",
         "embedding_types.ShardedEmbeddingTable": (
             "compute_kernel fused_params global_metadata local_cols local_metadata local_rows"
+            " pooling"
         ),
         "sharding.dp_sharding.BaseDpEmbeddingSharding": _GROUPS,
         "sharding.grid_sharding.BaseGridEmbeddingSharding": _GROUPS,
@@ -87,11 +92,46 @@ NAMES: Final = {
 }
 """By package, then class or module: the attributes that it defines, or that its code sets."""
 
+SINCE: Final = {
+    "1.9": {
+        "torchrec.distributed": {
+            "embeddingbag.ShardedEmbeddingBagCollection": "_skip_data_parallel_grad_sync",
+            "embedding.ShardedEmbeddingCollection": "_skip_data_parallel_grad_sync",
+        }
+    }
+}
+"""Names of :data:`NAMES` that a release has added: older ones are read as if they were False."""
+
+STORAGE_METHODS: Final = {
+    "1.8": frozenset(
+        {
+            "_prefetch",
+            "ema_inplace",
+            "ensemble_and_swap",
+            "flush",
+            "forward",
+            "init_embedding_weights_uniform",
+            "reset_embedding_weight_momentum",
+            "split_embedding_weights",
+        }
+    ),
+    # Streams rows that were looked up to another service: reads them, and writes none.
+    "1.9": frozenset({"_ship_hbm_rows"}),
+}
+"""The methods of FBGEMM's table batch that use its storage, by the release that has added them. The
+enforcer knows them: one that a release adds may write rows that no hook announces."""
+
+
+def is_in(release: str) -> bool:
+    """Whether the installed TorchRec is a release or a later one."""
+    return Version(version("torchrec")) >= Version(release)
+
 
 def missing_names() -> list[str]:
     """Return the dotted paths of :data:`NAMES` and :data:`REFUSED` that these releases lack."""
     missing = []
-    for package, owners in NAMES.items():
+    added = [names for release, names in SINCE.items() if is_in(release)]
+    for package, owners in chain(*(names.items() for names in (NAMES, *added))):
         for owner, names in owners.items():
             path = f"{package}.{owner}"
             found = _find(path)

@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import random
+import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dist_sparse import COL, ROW, sparsify
-from dist_sparse.planning.candidates import Candidate
+from dist_sparse import COL, ROW, plan, sparsify
+from dist_sparse.checks import parse_budget
+from dist_sparse.cli import arguments as command_line
+from dist_sparse.planning.candidates import Candidate, Choices, shape_of
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData
-from dist_sparse.training.arguments import SparsifyArgs, budget_levels, parse_budget
+from dist_sparse.training.arguments import (
+    SparsifyArgs,
+    budget_bytes,
+    budget_levels,
+    dense_bytes,
+)
+from tests.keywords import nested
 
 
 def tables_of(model: nn.Module) -> dict[str, ShardedData]:
     return {data.name: data for data in ModelTables(model).locate()}
 
 
+@dataclass
+class Rotated:
+    """A rotation of tables, by its names alone."""
+
+    tables: Any
+
+    def rotate(self, sparsifier: Any) -> None:
+        raise NotImplementedError
+
+
 def arguments(**given: Any) -> SparsifyArgs:
-    bound = inspect.signature(sparsify).bind(None, None, end=1, **given)
+    """Arguments; ``rotate`` is given as groups of tables."""
+    if given.get("rotate") is not None:
+        given["rotate"] = Rotated(given["rotate"])
+    bound = inspect.signature(sparsify).bind(
+        None, None, end=1, **nested(**{"scope": "table", **given})
+    )
     bound.apply_defaults()
     return SparsifyArgs(**bound.kwargs)
 
@@ -103,10 +130,50 @@ def test_the_least_and_the_most() -> None:
 
 
 def test_a_share_in_each_spelling() -> None:
-    assert {parse_budget(share) for share in (0.1, "10%", "10 %", "10.0%")} == {0.1}
+    assert {parse_budget(share) for share in (0.1, "0.1", "10%", "10 %", "10.0%")} == {0.1}
     # By type: an int is bytes.
-    assert (parse_budget(1), parse_budget(1.0)) == (1, 1.0)
+    assert (parse_budget(100), parse_budget(1.0), parse_budget(0)) == (100, 1.0, 0)
     assert kept(0.5) == kept("50 %") == kept("50%")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("10%", 0.1),
+        ("0.05", 0.05),
+        ("1.0", 1.0),
+        ("4096", 4096),
+        ("0", 0),
+        ("1.5 KiB", 1536),
+        ("2TiB", 2 << 40),
+        *((wrong, None) for wrong in ("5.0", "5", "99", "1.5", "101%", "12KB", "nan", "1e9", "")),
+        ("9" * 400 + "TiB", None),
+    ],
+)
+def test_text_means_the_same_on_the_command_line(text: str, value: float | None) -> None:
+    """Or is refused with the same words."""
+    if value is not None:
+        assert parse_budget(text) == value == command_line.parse_budget(text)
+        assert type(parse_budget(text)) is type(value)
+        return
+    with pytest.raises(ValueError, match=r"budget|bytes") as refused:
+        parse_budget(text)
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(str(refused.value))):
+        command_line.parse_budget(text)
+
+
+@pytest.mark.parametrize("budget", [1, 5, 99])
+def test_a_percentage_without_its_sign_is_no_number_of_bytes(budget: int) -> None:
+    """One rule in Python and on the command line."""
+    question = re.escape(f"No table fits in {budget} bytes. Did you mean {budget}%?")
+    model = torch.nn.EmbeddingBag(1000, 16)
+    with pytest.raises(ValueError, match=question):
+        plan(model, budget)
+    with pytest.raises(ValueError, match=question):
+        sparsify(model, torch.optim.SGD(model.parameters()), budget=budget, end=0)
+    for parse in (command_line.parse_budget, command_line.parse_share):
+        with pytest.raises(argparse.ArgumentTypeError, match=question):
+            parse(str(budget))
 
 
 @pytest.mark.parametrize("block", [(1, 2), (1, 1), (COL, 1)], ids=str)
@@ -133,3 +200,49 @@ def test_a_small_table_keeps_a_row_of_a_common_budget() -> None:
     located = tables_of(model)
     levels = budget_levels(arguments(budget="3%", scope="global"), located, located, {})
     assert levels["b"] == 15 / 16 and levels["a"] > 0.98
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("seed", range(5))
+def test_candidates_keep_the_same_rows(seed: int, dtype: torch.dtype) -> None:
+    """Of tables of any shapes and for any budget, in bytes or as a share, with or without tables
+    that stay whole."""
+    rng = random.Random(seed)
+    stored = {torch.float32: "fp32", torch.float16: "fp16"}[dtype]
+    for _ in range(40):
+        model = nn.ModuleDict()
+        for name in "abcd"[: rng.randint(1, 4)]:
+            rows, width = rng.randint(16, 3000), rng.choice([1, 4, 6, 16, 50])
+            model[name] = nn.EmbeddingBag(rows, width, dtype=dtype, device="meta")
+            model[name].to_empty(device="cpu")
+        tables = tables_of(model)
+        total = dense_bytes(tables.values())
+        budget: Any = rng.choice([rng.uniform(0.05, 0.95), rng.randint(total // 10, total - 1)])
+        kept_whole = sorted(tables)[1 : rng.randint(1, 2)]
+        pruned = {name: data for name, data in tables.items() if name not in kept_whole}
+        choices = Choices(
+            tables=[shape_of(data) for data in tables.values()],
+            budget=budget_bytes(parse_budget(budget), total),
+            groups=(),
+            untouched={},
+            prunable=tuple(pruned),
+        )
+        choice = choices.fewest_rows(Candidate(dtype=stored))
+        try:
+            levels = budget_levels(arguments(budget=budget), tables, pruned, {})
+        except ValueError as error:
+            assert "are the least" in str(error) and not choice.fits
+            continue
+        assert choice.fits
+        for name, data in pruned.items():
+            rows = data.shape[0]
+            assert rows - round(levels[name] * rows) == choice.candidate.shape(shape_of(data))[0]
+
+
+def test_a_share_is_rounded_down() -> None:
+    assert [budget_bytes(share, 10) for share in (0.2, 0.19, 0.99, 7, 1.0)] == [2, 1, 9, 7, 10]
+
+
+def test_a_table_that_keeps_all_rows_needs_no_index() -> None:
+    """Its floor keeps all of it: the other one may take the bytes of the index."""
+    assert kept(51_200 // 2 + 512, floors={"b": 1.0}) == [(25_600 - 800) // 16, 64]

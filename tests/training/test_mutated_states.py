@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dist_sparse import sparsify
+from dist_sparse import Advanced, sparsify
 from tests.mutated_states import outcomes
 
 CASES = range(int(os.environ.get("MUTATED_STATES", "120")))
@@ -21,7 +21,15 @@ def test_mutated_states() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"user": nn.EmbeddingBag(40, 4), "item": nn.EmbeddingBag(30, 4)})
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    sparse = sparsify(model, optimizer, level=0.6, end=9, every=3, floor={"user": 0.2}, block="row")
+    sparse = sparsify(
+        model,
+        optimizer,
+        level=0.6,
+        end=9,
+        every=3,
+        advanced=Advanced(floor={"user": 0.2}),
+        block="row",
+    )
 
     def train(steps: int = 2) -> None:
         for _ in range(steps):

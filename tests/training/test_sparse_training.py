@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch
 from torch import nn, optim
 
 import dist_sparse
-from dist_sparse import COL, ROW, SparseTraining, sparsify
+from dist_sparse import COL, ROW, Advanced, SparseTraining, sparsify
 from dist_sparse.tables.chunked import ChunkedTensor
+from tests.keywords import nested
 from tests.states import edited
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +64,7 @@ def pair(**plan: Any) -> tuple[Two, optim.Optimizer, SparseTraining]:
     return (
         model,
         optimizer,
-        sparsify(model, optimizer, **({"level": 0.6, "end": 6, "every": 2} | plan)),
+        sparsify(model, optimizer, **nested(**({"level": 0.6, "end": 6, "every": 2} | plan))),
     )
 
 
@@ -94,7 +96,6 @@ class TestAtomicLoads:
             ("begin", -5),
             ("last_epoch", "4"),
             ("last_epoch", -7),
-            ("last_epoch", 1),  # a step with another level than that of the masks
             ("every", 0),
             ("step", 3),
             ("schedule_param", "nothing"),
@@ -121,7 +122,7 @@ class TestAtomicLoads:
             (["floors"], {"nobody": 0.5}, r"unknown keys \['nobody'\]: it is of other tables"),
             (["scope"], "world", "Invalid scope='world'"),
             (["scope"], None, "Invalid scope=None"),
-            (["score"], "frequency", "pass score='frequency'"),
+            (["score"], "frequency", "pass Advanced\\(score='frequency'"),
             (["score"], "accumulator", "'user': no Adagrad steps it"),
             (["newer"], 1, r"The schedule of the state has the unknown keys \['newer'\]"),
             (["scheduler", "extra_2"], 1, r"CubicDataScheduler has the unknown keys \['extra_2'\]"),
@@ -197,6 +198,69 @@ class TestAtomicLoads:
             sparse.load_state_dict(state)
         assert same(everything(model, sparse), before)
 
+    def test_masks_and_a_schedule_of_two_saves(self) -> None:
+        model, optimizer, sparse = pair()
+        train(model, optimizer, sparse, 3)
+        early = copy.deepcopy(sparse.state_dict())
+        train(model, optimizer, sparse, 2)
+        before = everything(model, sparse)
+        for mixed in ({"sparsifier": early["sparsifier"]}, {"schedule": early["schedule"]}):
+            with pytest.raises(ValueError, match="of different steps: the level of 'user' is"):
+                sparse.load_state_dict({**sparse.state_dict(), **mixed})
+        assert same(everything(model, sparse), before)
+
+    @pytest.mark.parametrize("levels", [3, [], {"user": 0.1}, {"user": None, "item": None}])
+    def test_levels_of_another_kind(self, levels: Any) -> None:
+        model, optimizer, sparse = pair()
+        train(model, optimizer, sparse, 3)
+        state = copy.deepcopy(sparse.state_dict())
+        before = everything(model, sparse)
+        with edited(state, "schedule") as saved:
+            saved["levels"] = levels
+        with pytest.raises(ValueError, match=r"'levels' of the state|of different steps"):
+            sparse.load_state_dict(state)
+        assert same(everything(model, sparse), before)
+
+    def test_a_state_without_levels_loads(self) -> None:
+        """Older releases did not save them."""
+        model, optimizer, sparse = pair()
+        train(model, optimizer, sparse, 3)
+        state = copy.deepcopy(sparse.state_dict())
+        with edited(state, "schedule") as saved:
+            del saved["levels"]
+        train(model, optimizer, sparse, 2)
+        sparse.load_state_dict(state)
+        assert sparse.scheduler.last_epoch == 3
+
+    @pytest.mark.parametrize("plan", [{}, {"end": None}, {"schedule": "linear", "every": 3}])
+    @pytest.mark.parametrize("step", [4, 5, 6])
+    def test_masks_that_were_loaded_alone_are_saved_and_resumed(
+        self, step: int, plan: dict[str, Any]
+    ) -> None:
+        """At once, between two updates or just before one, as the warning about ``end=None`` asks
+        for. The resumed run equals the one that went on."""
+        model, optimizer, sparse = pair(level=0.8, **plan)
+        train(model, optimizer, sparse, 8)
+        other = copy.deepcopy(sparse.state_dict())
+        sparse.detach()
+
+        model, optimizer, sparse = pair(**plan)
+        train(model, optimizer, sparse, step)
+        sparse.sparsifier.load_state_dict(other["sparsifier"])
+        train(model, optimizer, sparse, step % 2)
+        saved = copy.deepcopy({"sparse": sparse.state_dict(), "model": model.state_dict()})
+        levels = copy.deepcopy(sparse.sparsifier.data_groups)
+        train(model, optimizer, sparse, 5)
+
+        again, steps, resumed = pair(**plan)
+        again.load_state_dict(saved["model"])
+        resumed.load_state_dict(saved["sparse"])
+        assert resumed.sparsifier.data_groups == levels
+        train(again, steps, resumed, 5)
+        assert same(again.state_dict(), model.state_dict())
+        assert resumed.sparsifier.audit() == sparse.sparsifier.audit()
+        assert resumed.sparsifier.data_groups == sparse.sparsifier.data_groups
+
     @pytest.mark.parametrize("sparse_first", [True, False])
     def test_back_to_the_best_weights(self, sparse_first: bool) -> None:
         model, optimizer, sparse = pair()
@@ -229,7 +293,11 @@ class TestLeftDense:
     def test_min_rows(self) -> None:
         model = Two(others=2)
         sparse = sparsify(
-            model, optim.SGD(model.parameters(), lr=0.1), level=0.5, end=0, min_rows=0
+            model,
+            optim.SGD(model.parameters(), lr=0.1),
+            level=0.5,
+            end=0,
+            advanced=Advanced(min_rows=0),
         )
         sparse.step()
         assert not sparse.left_dense and (zero_rows(model.user), zero_rows(model.item)) == (20, 1)
@@ -299,7 +367,7 @@ class TestLeftDense:
             level=0.5,
             end=0,
             block=(1, 1),
-            dense="over.w*",
+            advanced=Advanced(dense="over.w*"),
         )
         sparse.step()
         assert not sparse.left_dense and int((model.over.weight == 0).sum()) == 2
@@ -418,7 +486,7 @@ class TestSteps:
     def test_auto_step_survives_without_the_result(self) -> None:
         model = Two()
         optimizer = optim.SGD(model.parameters(), lr=0.05)
-        sparsify(model, optimizer, level=0.6, end=6, every=2, auto_step=True)
+        sparsify(model, optimizer, level=0.6, end=6, every=2, advanced=Advanced(auto_step=True))
         train(model, optimizer, None, 7)
         assert zero_rows(model.user) == 24
 
@@ -480,7 +548,7 @@ def test_help_begins_with_what_one_starts_with() -> None:
         words.index(name)
         for name in ("sparsify", "SparseTraining", "DataNormSparsifier", "MaskEnforcer")
     ]
-    assert max(firsts) < words.index("dist_sparse.compat")
+    assert max(firsts) < words.index("dist_sparse.extend")
 
 
 torchrec = pytest.importorskip("torchrec")
@@ -530,3 +598,64 @@ class TestUnsharded:
         model = self.Model("meta")
         with pytest.raises(ValueError, match="meta device"):
             sparsify(model, optim.SGD(model.parameters(), lr=0.1), level=0.8, end=2)
+
+
+@pytest.mark.parametrize("where", ["block", "config"])
+@pytest.mark.parametrize("block", [[1, 10**20], [10**20, 1], [2**40, 2**40]])
+def test_a_block_of_a_state_that_no_int64_holds(where: str, block: list[int]) -> None:
+    """It was accepted, and each later mask update raised an OverflowError."""
+    model, optimizer, sparse = pair(block="row")
+    train(model, optimizer, sparse, 5)
+    state = copy.deepcopy(sparse.state_dict())
+    train(model, optimizer, sparse, 1)
+    before = everything(model, sparse)
+    with edited(state["sparsifier"]["sharded"], "tables") as tables:
+        if where == "block":
+            tables["user"]["block"] = block
+        else:
+            tables["user"]["config"]["sparse_block_shape"] = block
+    with pytest.raises(ValueError, match=r"Invalid sparse_block_shape=.*less than 2\*\*63"):
+        sparse.load_state_dict(state)
+    assert same(everything(model, sparse), before)
+    with pytest.raises(ValueError, match=r"less than 2\*\*63 elements"):
+        sparsify(Two(), optim.SGD(model.parameters(), lr=0.1), level=0.5, end=1, block=tuple(block))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cubic", "cosine", "constant"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_level_on_the_way_to_all_blocks_is_reached(seed: int, schedule: str) -> None:
+    """With ``scope="global"`` a level just below 1 rounds to all blocks, one more of each table
+    than may go: what is accepted at the call must hold for each of its updates."""
+    rng = random.Random(seed)
+    for _ in range(5):
+        torch.manual_seed(seed)
+        model = nn.ModuleDict(
+            {name: nn.EmbeddingBag(rng.randint(16, 90), 4) for name in ("a", "b", "c")}
+        )
+        final = rng.choice([0.5, 0.9, 0.99, 0.9999, 1.0])
+        level = {"*": 1.0, rng.choice("abc"): final, rng.choice("abc"): rng.choice([0.0, 1.0])}
+        floor = rng.choice([None, 0.0, {"a": rng.choice([0.01, 0.1])}])
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        try:
+            sparse = sparsify(
+                model,
+                optimizer,
+                level=level,
+                advanced=Advanced(floor=floor, scope="global"),
+                schedule=schedule,
+                end=40,
+                every=rng.choice([1, 3]),
+            )
+        except ValueError as error:
+            assert "The levels remove" in str(error)
+            continue
+        for _ in range(41):
+            sparse.step()
+        sparse.detach()
+
+
+def test_level_one_of_all_tables_is_reached_over_them() -> None:
+    _, _, sparse = pair(level=1.0, scope="global", end=50, every=1)
+    for step in range(51):
+        sparse.step()
+        assert (sparse.sparsity == 1) == (step == 50)

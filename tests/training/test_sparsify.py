@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn, optim
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer, SparseTraining, sparsify
+from dist_sparse import ROW, Advanced, DataNormSparsifier, MaskEnforcer, SparseTraining, sparsify
 from dist_sparse.schedulers import (
     ConstantDataScheduler,
     CosineDataScheduler,
@@ -39,6 +39,7 @@ from tests.enforcer.test_enforce_dense import (
     watched,
 )
 from tests.enforcer.test_enforce_errors import hooks
+from tests.keywords import nested
 from tests.oracle import oracle_blocks
 from tests.states import edited
 
@@ -115,7 +116,13 @@ class TestSparsify:
         ]
         level = {"*": 0.5, "e*": 0.25, "over/*": 0.75}
         training = sparsify(
-            model, optimizers, level=level, end=4, every=2, block=(1, 4), dense=["over.*", "scale"]
+            model,
+            optimizers,
+            level=level,
+            end=4,
+            every=2,
+            block=(1, 4),
+            advanced=Advanced(dense=["over.*", "scale"]),
         )
         masks = run(model, optimizers, training, 5)[-1]
         counts = removed(masks, dict.fromkeys(masks, (1, 4)))
@@ -126,9 +133,11 @@ class TestSparsify:
         model = nn.EmbeddingBag(50, 4)
         optimizer = optim.Adagrad(model.parameters(), initial_accumulator_value=0.1)
         with pytest.raises(
-            ValueError, match=r"'weight': the level 'untouched' needs sums.*not 0.1"
+            ValueError, match=r"the level 'untouched' has no record.*sums of Adagrad begin at 0\.1"
         ):
-            sparsify(model, optimizer, level="untouched", end=0)
+            sparsify(
+                model, optimizer, level="untouched", end=0, advanced=Advanced(trust_record=True)
+            )
         assert not model._forward_pre_hooks
 
     @pytest.mark.parametrize("rows", [9, 10])
@@ -136,7 +145,13 @@ class TestSparsify:
         model = nn.EmbeddingBag(10, 4)
         optimizer = optim.Adagrad(model.parameters())
         with (
-            sparsify(model, optimizer, level="untouched", end=1, min_rows=0) as sparse,
+            sparsify(
+                model,
+                optimizer,
+                level="untouched",
+                end=1,
+                advanced=Advanced(min_rows=0, trust_record=True),
+            ) as sparse,
             warnings.catch_warnings(record=True) as warned,
         ):
             for _ in range(4):
@@ -172,7 +187,7 @@ class TestSparsify:
     def test_scored_by_the_norm(self, given: dict[str, Any]) -> None:
         model = Net()
         optimizer = optim.Adagrad(model.parameters(), lr=0.1)
-        with sparsify(model, optimizer, level=0.5, begin=1, end=1, **given) as sparse:
+        with sparsify(model, optimizer, **nested(level=0.5, begin=1, end=1, **given)) as sparse:
             assert sparse.sparsifier.scored_by == "norm" and "by norm," in repr(sparse)
 
     @pytest.mark.parametrize(
@@ -191,21 +206,21 @@ class TestSparsify:
     def test_scores_that_are_refused(self, given: dict[str, Any], says: str) -> None:
         model = Net()
         with pytest.raises(ValueError, match=says):
-            sparsify(model, adam(model), level=0.5, end=1, **given)
+            sparsify(model, adam(model), **nested(level=0.5, end=1, **given))
         sparsify(model, adam(model), level=0.5, end=1).detach()  # nothing was left attached
 
     def test_a_resumed_run_keeps_its_score(self) -> None:
         plan: dict[str, Any] = {"level": 0.5, "begin": 1, "end": 3, "every": 1}
         model = Net()
         optimizer = optim.Adagrad(model.parameters(), lr=0.1)
-        with sparsify(model, optimizer, score="accumulator", **plan) as sparse:
+        with sparsify(model, optimizer, **nested(score="accumulator", **plan)) as sparse:
             saved = sparse.state_dict()
-        with sparsify(model, optimizer, **plan) as sparse:
+        with sparsify(model, optimizer, **nested(**plan)) as sparse:
             sparse.load_state_dict(saved)
             assert sparse.sparsifier.scored_by == "accumulator"
             with edited(saved, "schedule") as parts:
                 parts["score"] = "frequency"
-            with pytest.raises(ValueError, match="pass score='frequency' to sparsify"):
+            with pytest.raises(ValueError, match=r"pass Advanced\(score='frequency'\) to sparsify"):
                 sparse.load_state_dict(saved)
 
     def test_include_and_exclude(self) -> None:
@@ -234,7 +249,13 @@ class TestSparsify:
         model = Net()
         optimizer = adam(model)
         training = sparsify(
-            model, optimizer, level=0.5, end=6, every=3, schedule=schedule, norm="L1"
+            model,
+            optimizer,
+            level=0.5,
+            end=6,
+            every=3,
+            schedule=schedule,
+            advanced=Advanced(norm="L1"),
         )
         masks = run(model, optimizer, training, 7)
         assert training.sparsifier.norm == "L1"
@@ -254,7 +275,7 @@ class TestSparsify:
         }
         model = Net()
         optimizer = adam(model)
-        training = sparsify(model, optimizer, **plan)
+        training = sparsify(model, optimizer, **nested(**plan))
         run(model, optimizer, training, cut)
         file = io.BytesIO()
         torch.save([part.state_dict() for part in (model, optimizer, training)], file)
@@ -266,7 +287,7 @@ class TestSparsify:
         with torch.no_grad():
             again.bag.weight.add_(1)
         other = adam(again)
-        resumed = sparsify(again, other, **plan)
+        resumed = sparsify(again, other, **nested(**plan))
         for part, saved in zip((again, other, resumed), states, strict=True):
             part.load_state_dict(saved)
         check_zero(again, resumed.sparsifier)
@@ -281,6 +302,13 @@ class TestSparsify:
         assert all(
             torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True)
         )
+
+    def test_what_few_need_is_not_taken_directly(self) -> None:
+        model = Net()
+        with pytest.raises(TypeError, match="unexpected keyword argument 'min_rows'"):
+            sparsify(model, adam(model), level=0.5, end=2, min_rows=0)  # type: ignore[call-arg]
+        with pytest.raises(AttributeError):
+            Advanced().min_rows = 0  # type: ignore[misc]
 
     def test_detach(self) -> None:
         model = Net()
@@ -319,6 +347,7 @@ class TestSparsify:
                 r"Invalid level: \['nothing'\] match none of \['bag', 'emb'\]",
             ),
             ({"min_rows": -1}, "Invalid min_rows=-1"),
+            ({"advanced": {"min_rows": 0}}, "Invalid advanced=.*: must be a dist_sparse.Advanced"),
             (
                 {"min_rows": 20, "level": {"emb": 0.5}},
                 r"Invalid level: \['emb'\] match none of.*left dense: 'emb'",
@@ -357,7 +386,7 @@ class TestSparsify:
         before = hooks(model, optimizer), copy.deepcopy(model.state_dict())
         given = {"model": model, "optimizer": optimizer, "level": 0.5, "end": 10, **wrong}
         with pytest.raises((ValueError, AssertionError), match=message):
-            sparsify(given.pop("model"), given.pop("optimizer"), **given)
+            sparsify(given.pop("model"), given.pop("optimizer"), **nested(**given))
         assert hooks(model, optimizer) == before[0]
         assert all(torch.equal(value, before[1][key]) for key, value in model.state_dict().items())
         sparsify(model, optimizer, level=0.5, end=10)
@@ -560,6 +589,7 @@ class TestWhileAttached:
         ways: dict[str, Callable[[], Any]] = {
             "TorchScript can't compile": lambda: torch.jit.script(model),
             "torch.export can't trace": lambda: torch.export.export(model, (ids,)),
+            "torch.jit.trace can't trace": lambda: torch.jit.trace(model, ids),
         }
         for says, compiled in ways.items():
             with pytest.raises(

@@ -1,1 +1,0 @@
-"""Tables that are looked up through codes: product quantization, trained in place."""

@@ -1,0 +1,27 @@
+"""Doors, through which extras come into the core, which imports no extra.
+
+Most extras need none: a program passes their objects to functions of the core, such as what
+``quantize()`` returns to ``export()``. Where the core has to ask, an extra answers in a module
+``doors`` of its own, which holds one function for each door that it uses.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+__all__ = ["offered"]
+
+_EXTRAS = Path(__file__).with_name("extras")
+
+
+def offered(door: str) -> list[Any]:
+    """Return what the extras have under the name of a door, in the order of their names."""
+    found = []
+    for extra in iter_modules([str(_EXTRAS)]):
+        # By its file: extras without doors are not imported, since most of them import torch.
+        if (_EXTRAS / extra.name / "doors.py").exists():
+            doors = import_module(f"dist_sparse.extras.{extra.name}.doors")
+            if hasattr(doors, door):
+                found.append(getattr(doors, door))
+    return found

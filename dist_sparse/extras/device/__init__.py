@@ -1,0 +1,1 @@
+"""Triton kernels of mask updates and lookups on CUDA; the self-test of a machine's devices."""

@@ -1,0 +1,277 @@
+"""Triton kernel of dirty rows: flags rows before a backward writes them, and zeroes their removed
+weights before a lookup reads them.
+
+Imported only where Triton can run, as :mod:`dist_sparse.extras.device.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dist_sparse.extras.device.kernels import WORDS
+from dist_sparse.tables.shards import sent
+
+# Elements that a program looks at together: 8 for each thread of its 4 warps.
+_TILE = 1024
+
+# At most so many columns in a tile, one for each lane of a warp: wider rows take several turns.
+_COLS = 32
+
+
+class Feature(NamedTuple):
+    """The kernel's parameters for one feature, in the order in which it reads them. The defaults
+    are for a feature whose table is not masked: no columns, and blocks that it can divide by."""
+
+    # Addresses of the weights and of the packed bits of the mask.
+    weights: int = 0
+    bits: int = 0
+    row_stride: int = 0
+    rows: int = 0
+    cols: int = 0
+    # How many rows of the shard's first block are in another shard.
+    row_offset: int = 0
+    # Rows of a block, or their binary logarithm if the kernel shifts.
+    block_rows: int = 1
+    col_offset: int = 0
+    block_cols: int = 1
+    blocks_per_row: int = 0
+    # Address of the flags of the rows.
+    flags: int = 0
+
+    @classmethod
+    def of(cls, weight: Tensor, mask: Any, flags: Tensor) -> Feature:
+        rect, grid = mask.rect, mask.grid
+        row_offset, block_rows = _axis(rect.row, rect.rows, mask.block[0], grid.rows)
+        col_offset, block_cols = _axis(rect.col, rect.cols, mask.block[1], grid.cols)
+        return cls(
+            weight.data_ptr(),
+            mask.bits.data_ptr(),
+            weight.stride(0),
+            rect.rows,
+            rect.cols,
+            row_offset,
+            block_rows,
+            col_offset,
+            block_cols,
+            grid.cols,
+            flags.data_ptr(),
+        )
+
+    @property
+    def shifts(self) -> bool:
+        """Whether the sizes of its blocks are powers of two."""
+        return self.block_rows.bit_count() == self.block_cols.bit_count() == 1
+
+    def with_logarithms(self) -> Feature:
+        """Return the feature with logarithms of its block sizes, by which the kernel shifts."""
+        return self._replace(
+            block_rows=self.block_rows.bit_length() - 1, block_cols=self.block_cols.bit_length() - 1
+        )
+
+
+class TritonRowCleaner:
+    """Flags the rows that a backward is about to write, and cleans flagged rows: one launch for all
+    features and tables.
+
+    It knows the weights, bits and flags by their addresses, and keeps these tensors alive: create a
+    new one when the storage or the mask of a table is replaced.
+
+    Args:
+        masked: a live shard, its mask and the flags of its rows, uint8 ``(rows,)``, for each
+            feature, in the order of the ids; None where nothing is removed. All weights have one
+            device and one dtype, as the tables of a batch have.
+    """
+
+    def __init__(self, masked: Sequence[tuple[Tensor, Any, Tensor] | None]) -> None:
+        self._alive = list(filter(None, masked))
+        self.needed, self._cols = bool(self._alive), 1
+        if not self.needed:
+            return
+        features = [Feature() if shard is None else Feature.of(*shard) for shard in masked]
+        # A division takes many more instructions than a shift, and block sizes are nearly always
+        # powers of two. One kernel is launched for all features, so all must allow the shift.
+        self._shifts = all(feature.shifts for feature in features)
+        if self._shifts:
+            features = [feature.with_logarithms() for feature in features]
+        # Each once: several features may look up one table. Unmasked ones have no rows.
+        tables = [table for table in dict.fromkeys(features) if table.rows]
+        ends = [0, *accumulate(table.rows for table in tables)]
+        self._rows = ends[-1]
+        weight = self._alive[0][0]
+        known = sent([*chain(*features, *tables), *ends], weight.device)
+        sizes = [len(Feature._fields) * len(each) for each in (features, tables)]
+        self._features, self._tables, self._ends = torch.split(known, [*sizes, len(ends)])
+        self._word = WORDS[weight.element_size()]
+        widest = max(table.cols for table in tables)
+        self._cols = min(triton.next_power_of_2(widest), _COLS)
+
+    def flag(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
+        """Flag the rows that a lookup names; arguments as in :meth:`clean_read`."""
+        # A row has one flag: each element of a tile is an id.
+        self._on_ids(ids, ends, cols=1, marks=True)
+
+    def clean_read(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
+        """Clean the flagged rows that a lookup names, on the current stream.
+
+        Args:
+            ids: int32 or int64 ``(n,)``, feature after feature, local row numbers. Ids out of range
+                count as row 0, as FBGEMM's bounds check replaces them by 0.
+            ends: offsets of the features in the ids, ``features + 1`` numbers. An integer tensor on
+                the device of ``ids`` is read in place, with any stride:
+                ``offsets[::batch_size]`` of FBGEMM's offsets needs neither a copy nor a wait.
+        """
+        self._on_ids(ids, ends, cols=self._cols, marks=False)
+
+    def clean(self) -> None:
+        """Clean all flagged rows. They stay flagged."""
+        if self.needed:
+            # As for a lookup with one feature per table, whose ids are all of its rows.
+            self._launch(self._ends, self._rows, self._ends, self._tables, self._cols, by_id=False)
+
+    def _on_ids(self, ids: Tensor, ends: Sequence[int] | Tensor, *, cols: int, marks: bool) -> None:
+        count = ids.numel()
+        if not self.needed or count == 0:
+            return
+        ends = ends if isinstance(ends, Tensor) else sent(ends, ids.device)
+        ends = ends.to(ids.device, non_blocking=True)
+        self._launch(ids.contiguous(), count, ends, self._features, cols, marks=marks)
+
+    def _launch(
+        self,
+        ids: Tensor,
+        count: int,
+        ends: Tensor,
+        table: Tensor,
+        cols: int,
+        *,
+        marks: bool = False,
+        by_id: bool = True,
+    ) -> None:
+        per_program = _TILE // cols
+        features = table.numel() // len(Feature._fields)
+        # Triton launches on the current device, wherever its arguments are.
+        with torch.cuda.device(ids.get_device()):
+            visit_rows[(-(-count // per_program),)](
+                ids,
+                count,
+                ends,
+                ends.stride(0),
+                table,
+                features,
+                FIELDS=len(Feature._fields),
+                STEPS=(features - 1).bit_length(),
+                SHIFTS=self._shifts,
+                WORD=self._word,
+                IDS=per_program,
+                COLS=cols,
+                MARKS=marks,
+                BY_ID=by_id,
+                num_warps=4,
+            )
+
+
+def _axis(start: int, size: int, block: int, blocks: int) -> tuple[int, int]:
+    """Return how much of the first block is outside of the shard, and the size of a block. If there
+    is only one block, any size that covers the shard will do: it gets a power of two."""
+    return (0, triton.next_power_of_2(size)) if blocks == 1 else (start % block, block)
+
+
+# These numbers change from batch to batch: Triton would compile a kernel for each.
+@triton.jit(do_not_specialize=["count", "stride", "features"])  # type: ignore[untyped-decorator]
+def visit_rows(
+    ids: tl.tensor,
+    count: tl.tensor,
+    ends: tl.tensor,
+    stride: tl.tensor,
+    table: tl.tensor,
+    features: tl.tensor,
+    FIELDS: tl.constexpr,
+    STEPS: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    WORD: tl.constexpr,
+    IDS: tl.constexpr,
+    COLS: tl.constexpr,
+    MARKS: tl.constexpr,
+    BY_ID: tl.constexpr,
+) -> None:
+    """Flag the rows of ids (MARKS), or zero the removed weights of rows that are flagged, COLS
+    columns at a time. Each program takes IDS ids, feature by feature. Without BY_ID, all rows of
+    the tables take the place of the ids.
+
+    Tiles are flat, so that the lanes of a warp read neighbours in a row: a matrix of addresses,
+    about which it knows nothing, Triton would lay out by columns. The numbers added to ``info`` are
+    the positions of the fields of :class:`Feature`.
+    """
+    element = tl.arange(0, IDS * COLS)
+    position = tl.program_id(0).to(tl.int64) * IDS
+    last = tl.minimum(
+        tl.minimum(position + IDS, count),
+        tl.load(ends + features.to(tl.int64) * stride).to(tl.int64),
+    )
+    position = tl.maximum(position, tl.load(ends).to(tl.int64))
+    while position < last:
+        # By binary search, the last feature that begins here or before. Earlier features that begin
+        # at the same position are empty.
+        feature = tl.full([], 0, dtype=tl.int64)
+        for step in tl.static_range(STEPS):
+            later = feature + (1 << (STEPS - 1 - step))
+            start = tl.load(ends + later * stride, mask=later < features, other=0)
+            feature = tl.where((later < features) & (start <= position), later, feature)
+        stop = tl.minimum(tl.load(ends + (feature + 1) * stride).to(tl.int64), last)
+
+        info = table + feature * FIELDS
+        weight = tl.load(info).to(tl.pointer_type(WORD))
+        bits = tl.load(info + 1).to(tl.pointer_type(tl.uint8))
+        # 0 where nothing is removed: then no turn is taken.
+        cols = tl.load(info + 4).to(tl.int32)
+        height, cut, width = (
+            tl.load(info + 6),
+            tl.load(info + 7).to(tl.int32),
+            tl.load(info + 8).to(tl.int32),
+        )
+
+        # Offsets that grow with the table need 64 bits, once for each row; within a row 32 suffice.
+        at = position + element // COLS
+        # No columns: the table of the feature is not masked.
+        inside = at < tl.where(cols > 0, stop, 0)
+        flags = tl.load(info + 10).to(tl.pointer_type(tl.uint8))
+        if BY_ID:
+            row = tl.load(ids + at, mask=inside, other=0).to(tl.int64)
+            row = tl.where((row >= 0) & (row < tl.load(info + 3)), row, 0)
+        else:
+            first_row = tl.load(ends + feature * stride)
+            row = at - first_row
+            # Most rows are clean, and nothing but their flags is read: without a dirty row, no
+            # columns are visited.
+            here = position + tl.arange(0, IDS)
+            dirty = tl.load(flags + (here - first_row), mask=here < stop, other=0).to(tl.int32)
+            cols = tl.where(tl.max(dirty) > 0, cols, 0)
+            inside = at < tl.where(cols > 0, stop, 0)
+        if MARKS:
+            tl.store(flags + row, tl.full([IDS * COLS], 1, dtype=tl.uint8), mask=inside)
+        else:
+            inside = tl.load(flags + row, mask=inside, other=0) != 0
+            block_row = row + tl.load(info + 5)
+            block_row = block_row >> height if SHIFTS else block_row // height
+            bit = block_row * tl.load(info + 9)
+            weight += row * tl.load(info + 2)
+            bits += bit >> 3
+            before = (bit & 7).to(tl.int32)
+            for first in range(0, cols, COLS):
+                col = first + element % COLS
+                block = (col + cut) >> width if SHIFTS else (col + cut) // width
+                flag = before + block
+                # Elements outside load a byte of ones: nothing of them is removed.
+                byte = tl.load(bits + (flag >> 3), mask=inside & (col < cols), other=0xFF)
+                removed = ((byte.to(tl.int32) >> (flag & 7)) & 1) == 0
+                tl.store(weight + col, tl.zeros([IDS * COLS], dtype=WORD), mask=removed)
+        # This ends, even if `ends` does not ascend: the search found that the next feature begins
+        # behind `position`.
+        position = stop

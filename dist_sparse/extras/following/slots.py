@@ -1,0 +1,656 @@
+"""`FollowingTables` gives the slots of following tables to the most looked-up ids.
+
+Steps between updates are local: ids are recorded as they are looked up. An update has four phases.
+All ranks finish one before any begins the next:
+
+1. Count: each rank sends the recorded lookups to the ranks that own the ids.
+2. Select: find the hottest ids of each table, exactly, over all ranks.
+3. Hand over: ids that lost free their slots, ids that won reserve them.
+4. Admit: write the initial rows of the reserved slots and let their ids be found. This waits until
+   every batch that was translated before the hand-over has been trained: such a batch still reads
+   and writes the slots of the ids that lost.
+"""
+
+import contextlib
+import time
+import weakref
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dist_sparse import checks
+from dist_sparse.compaction.collections import initial_bounds, least_rows, stored_rows
+from dist_sparse.compaction.moving import Steppers, StoredTables
+from dist_sparse.compaction.tables import draw_rows
+from dist_sparse.extras.following.selection import (
+    MOST,
+    PROTECTED,
+    CandidateCounts,
+    LookupCounts,
+    Weight,
+    admission_counts,
+    exchange,
+    gather_parts,
+    select_winners,
+)
+from dist_sparse.extras.following.slotted import (
+    FollowingCollection,
+    FollowingIds,
+    LookupStats,
+    SlotIndex,
+)
+from dist_sparse.groups import Group, world_group
+from dist_sparse.optimizers import Optimizers
+from dist_sparse.records import SlotChange, SlotUpdate
+from dist_sparse.tables.modules import check_module, collection_of
+from dist_sparse.text import percent, short, table_lines
+
+
+@dataclass(eq=False)
+class _Table:
+    """A following table. This rank *owns* one range of its ids: it counts their lookups.
+
+    Args:
+        name: the name of the table.
+        collection: the collection that has the table.
+        bounds: the bounds of the uniform distribution of initial weights.
+        starts: the first id that each rank owns and, last, the number of ids.
+        counts: how often each id that this rank owns was looked up.
+        protected: ids that always hold a slot, ascending, int64.
+        candidates: how many ids have a count, over all ranks.
+        totals: the :class:`LookupStats` of all ranks until the last update, int64 ``(4,)``.
+        new_ids: owned ids first looked up since the last update, int64, in any order.
+    """
+
+    name: str
+    collection: FollowingCollection
+    bounds: tuple[float, float]
+    starts: list[int]
+    counts: LookupCounts | CandidateCounts
+    protected: Tensor
+    candidates: int
+    totals: Tensor
+    new_ids: Tensor
+
+    @property
+    def ids(self) -> FollowingIds:
+        return self.collection.following_ids
+
+    @property
+    def index(self) -> SlotIndex:
+        return self.ids.slots[self.name]
+
+    @property
+    def lookup_stats(self) -> Tensor:
+        """The :class:`LookupStats` of this table on this rank, int64 ``(4,)``."""
+        return self.ids.lookup_stats[self.name]
+
+    def stored(self, steppers: Steppers) -> StoredTables:
+        """Return the shards that this rank stores of the table."""
+        return StoredTables(self.collection.inner, [self.name], steppers)
+
+    @torch.no_grad()
+    def write(self, ids: Tensor, slots: Tensor, steppers: Steppers, seed: int) -> None:
+        """Initialize the slots of new holders, in this rank's shards: weights are drawn for the id,
+        optimizer state is that of a new row. No other row is read or written.
+
+        Args:
+            ids, slots: the new holders and their slots, int64 ``(n,)``.
+        """
+        stored = self.stored(steppers)
+        states = [
+            (shards, stored.initial(self.name, key))
+            for key, shards in stored.states(self.name).items()
+        ]
+        for number, (rect, weight) in enumerate(stored.located[self.name].shards):
+            inside = (slots >= rect.row) & (slots < rect.row_end)
+            rows = slots[inside] - rect.row
+            draw_rows(weight, rect, rows, ids[inside], seed, self.name, self.bounds)
+            for shards, initial in states:
+                shards[number][rows.to(weight.device)] = initial
+
+    def owned_holders(self) -> Tensor:
+        """Return the owned ids that hold a slot, ascending, int64."""
+        ids = self.index.holders()[0].cpu()
+        return ids[(ids >= self.counts.first) & (ids < self.counts.last)]
+
+    def ranking_keys(self, ids: Tensor, holds: bool | Tensor) -> Tensor:
+        """Return the keys that rank owned ids, int64 ``(n,)``: the larger key wins.
+
+        Args:
+            holds: whether the ids hold slots.
+        """
+        # The lowest bit breaks ties in favour of holders.
+        keys = 2 * self.counts.of(ids) + holds
+        return keys.masked_fill_(torch.isin(ids, self.protected), PROTECTED)
+
+    def have_slots(self, ids: Tensor) -> Tensor:
+        """Return which ids hold slots: bool ``(n,)``, on the CPU."""
+        slots: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu()
+        return slots >= 0
+
+    def add_lookups(self, arrived: Sequence[tuple[Tensor, Tensor]], weight: int) -> None:
+        """Add lookups of owned ids.
+
+        Args:
+            arrived: from each rank, distinct ids and how often it has looked them up.
+            weight: the number that one lookup adds to a count.
+        """
+        new_ids = [self.new_ids]
+        for ids, times in arrived:
+            # Compare the ids of all ranks with the old counts first: an id that several ranks send,
+            # or that summary() has already counted, is new until the next update.
+            is_new = (self.counts.of(ids.long()) == 0) | torch.isin(ids.long(), self.new_ids)
+            is_new &= ~self.have_slots(ids)
+            self.lookup_stats.add_(torch.tensor(LookupStats(unseen=int(times[is_new].sum()))))
+            new_ids.append(ids[is_new].long())
+        self.new_ids = torch.cat(new_ids)
+        for ids, times in arrived:
+            self.counts.add(ids, times, weight)
+
+    def reset_stats(self) -> None:
+        """Begin the interval after an update."""
+        self.lookup_stats.zero_()
+        self.new_ids = self.new_ids[:0]
+
+    def count_without_slot(self) -> tuple[int, int]:
+        """Return how many owned ids have a count but no slot, and how many have no count."""
+        seen = int(self.counts.counts.count_nonzero())
+        with_slot = int(self.counts.of(self.owned_holders()).count_nonzero())
+        return seen - with_slot, self.counts.last - self.counts.first - seen
+
+    def newcomers(self, least: int) -> Tensor:
+        """Return the owned ids without a slot that may win one, ascending, int64.
+
+        Args:
+            least: the smallest count with which an unprotected id may win.
+        """
+        owned = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
+        ids: Tensor = torch.unique(torch.cat([self.counts.looked_up(least), self.protected[owned]]))
+        return ids[~self.have_slots(ids)]
+
+
+# The FollowingTables of each collection, while it exists. A second one would take a part of the
+# lookups, and move slots by them.
+_owner_of: Any = weakref.WeakValueDictionary()
+
+
+class FollowingTables:
+    """The following tables of a sharded model, and the lookup counts that decide which ids hold
+    slots.
+
+    Each id has an int32 count on the rank that owns it. A table with more than 2,147,483,645 ids
+    counts only the ids with the highest counts, then the smaller ids; any other id starts from 0
+    when it is next looked up.
+
+    Every ``every`` steps the slots are given to the hottest ids. An id is admitted if it has
+    ``admit_after`` lookups, and more than another id that holds a slot. It gets initial weights,
+    drawn by seed, table and id, and new optimizer state; a slot stays where it is stored. With
+    equal counts, holders stay, then smaller ids win: slots are the same on every sharding and
+    number of ranks.
+
+    A train pipeline translates batches ahead. Ids that lose their slots are not found from the
+    update on; new holders are found once the batches in flight have been trained, so that a slot is
+    never trained for two ids.
+
+    Collective: every rank of the world must construct it, and call ``step()`` equally often.
+
+    Args:
+        model: a DistributedModelParallel with collections of
+            :func:`~dist_sparse.extras.following.following`.
+        optimizer: one or all optimizers that step tables without a fused optimizer; ``()`` if there
+            is none. New rows get fresh state.
+        every: steps between updates.
+        admit_after: lookups that an id needs before it gets a slot; with ``decay``, in today's
+            weight.
+        decay: factor on the weight of earlier lookups at each update, in [0.01, 1].
+        protect_ids: ids of each table that hold a slot from the first update on, whatever is looked
+            up.
+        candidates: ids with a count per slot, for tables with more than 2,147,483,645 ids; 12 bytes
+            each, over all ranks.
+        seed: the seed of initial weights.
+
+    Attributes:
+        steps: calls of :meth:`step`.
+        moved: how many slots each table has handed over.
+        updates: a list to which each update appends what it changed, over all ranks; None without a
+            log.
+
+    Raises:
+        ValueError: an argument is invalid, missing, or differs between ranks; the model has no
+            following tables, or two of one name, or another FollowingTables. On every rank. If a
+            rank runs out of memory, lookups that compact() has carried over may be lost.
+
+    Example::
+
+        >>> from dist_sparse.extras.following import FollowingTables, following
+        >>> # model = DistributedModelParallel(Net(following(bags, rows={"item": 1_000_000})))
+        >>> # slots = FollowingTables(model, every=100, admit_after=2)
+        >>> # after each optimizer step: slots.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers | None = None,
+        *,
+        every: int = 100,
+        admit_after: int = 1,
+        decay: float = 1.0,
+        protect_ids: Mapping[str, Sequence[int] | Tensor] | None = None,
+        candidates: int = 4,
+        seed: int = 0,
+    ) -> None:
+        self._group = world_group()
+        with self._group.agreeing("FollowingTables()") as facts:
+            self.every = checks.integer("every", every, least=1)
+            self.admit_after = checks.integer("admit_after", admit_after, least=1)
+            decay = checks.number("decay", decay, least=0.01, most=1)
+            self.seed = checks.integer("seed", seed)
+            checks.integer("candidates", candidates, least=1, most=2**31)
+            self._weight = Weight(decay)
+            self._steppers = Steppers(optimizer)
+            check_module(model)
+            modules = model.modules()
+            collections = [module for module in modules if isinstance(module, FollowingCollection)]
+            protect_ids = protect_ids or {}
+            _require_dict("protect_ids", protect_ids)
+            self._tables = _find_tables(collections, protect_ids, candidates, self._group)
+            # This raises now for tables that write() could not initialize later.
+            for table in self._tables:
+                stored = table.stored(self._steppers)
+                # A table with hyperparameters here has a fused optimizer.
+                if not stored.weights(table.name) or table.name in stored.hyperparameters:
+                    continue
+                # () and [] say that nothing steps it.
+                is_frozen = optimizer is not None and not self._steppers.kinds
+                if not (is_frozen or self._steppers.steps(stored.parameters[table.name])):
+                    raise ValueError(
+                        f"Table {table.name!r}: no fused optimizer steps it; pass optimizer= with"
+                        " the one that does."
+                    )
+            facts.update(
+                every=every,
+                admit_after=admit_after,
+                decay=decay,
+                seed=seed,
+                protect_ids=[table.protected.tolist() for table in self._tables],
+                **self._sizes(),
+            )
+        self.steps = 0
+        self.moved = {table.name: 0 for table in self._tables}
+        self.updates: list[SlotUpdate] | None = None
+        # Checksums of the holders that the last update left.
+        self._known_holders: list[int] = []
+        # The step that admits the reserved ids; -1 if no slot is reserved.
+        self._admits_at = -1
+        # Lookups from before, which compact() has carried over, decide on slots, and belong to no
+        # interval between updates.
+        with self._group.jointly("FollowingTables()"):
+            self._exchange_lookups()
+        for table in self._tables:
+            table.reset_stats()
+        _owner_of.update(dict.fromkeys(collections, self))
+
+    def step(self) -> None:
+        """Call after each optimizer step. Collective in steps with an update, otherwise local.
+
+        Raises:
+            ValueError: ranks update at different steps; or an update is due while batches of the
+                one before are in flight: ``every`` is too small for this pipeline. On every rank.
+                Or a rank ran out of memory in an update, which may have counted some lookups, or
+                moved some slots: resume from a checkpoint.
+        """
+        self.steps += 1
+        if 0 <= self._admits_at <= self.steps:
+            self._admit()
+        if self.steps % self.every == 0:
+            with self._group.jointly("step()"):
+                self._update()
+
+    def _update(self) -> None:
+        """Give the slots to the hottest ids. Collective."""
+        started = time.perf_counter()
+        with self._group.agreeing("step()") as facts:
+            # A load may have given ranks different holders.
+            holders = self._holders()
+            facts.update(steps=self.steps, holders=holders)
+            if self._admits_at >= 0:
+                raise ValueError(
+                    f"Step {self.steps} needs an update, but batches of the previous update are"
+                    f" still in flight: use every >= {self._admits_at - self.steps + self.every}."
+                )
+        has_loaded = holders != self._known_holders
+        # A model's state has reservations if it was saved with batches in flight. Without the state
+        # of the slots no step admits them.
+        with self._group.agreeing("step()"):
+            self._admit()
+        # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
+        ahead = max(table.ids.ahead for table in self._tables)
+        ahead = int(self._group.all_gather(torch.tensor([ahead])).max())
+        self._exchange_lookups()
+        self._drop_candidates()
+        changes = self._select(has_loaded)
+        divisor = self._weight.next()
+        for table, (leaving, coming) in zip(self._tables, changes, strict=True):
+            device = table.index.id_of_slot.device
+            table.index.hand_over(leaving.to(device), coming.to(device))
+            table.counts.begin_interval()
+            self.moved[table.name] += len(coming)
+            if divisor is not None:
+                table.counts.divide(divisor)
+        self._known_holders = self._holders()
+        self._admits_at = self.steps + ahead
+        if not ahead:
+            self._admit()
+        self._record(changes, started)
+
+    def _holders(self) -> list[int]:
+        """Return a checksum of the holders of each table's slots, admitted or not."""
+        sums = []
+        for table in self._tables:
+            state = table.index.id_of_slot.cpu()
+            # A reserved slot is -2 - id: its admission changes no checksum.
+            ids = torch.where(state < -1, -2 - state, state)
+            sums.append(zlib.crc32(ids.numpy().data))
+        return sums
+
+    def _record(self, changes: Sequence[tuple[Tensor, Tensor]], started: float) -> None:
+        """Sum the lookup statistics over all ranks, reset them for the next interval, and append
+        the update to the log. Collective."""
+        slot_changes = []
+        sums = self._group.all_reduce(torch.stack([table.lookup_stats for table in self._tables]))
+        for table, row, (leaving, coming) in zip(self._tables, sums, changes, strict=True):
+            table.reset_stats()
+            table.totals.add_(row)
+            stats = LookupStats(*row.tolist())
+            slot_changes.append(
+                SlotChange(
+                    name=table.name,
+                    lookups=stats.lookups,
+                    removed=stats.missed - stats.unseen,
+                    unseen=stats.unseen,
+                    out_of_range=stats.out_of_range,
+                    came=len(coming),
+                    went=len(leaving),
+                )
+            )
+        if self.updates is not None:
+            seconds = time.perf_counter() - started
+            self.updates.append(SlotUpdate(seconds=seconds, tables=tuple(slot_changes)))
+
+    def _exchange_lookups(self) -> None:
+        """Send the recorded lookups to the ranks that own the ids. Collective."""
+        # Each owner gets the ids and times of the first table, then of the second, and so on.
+        outgoing: list[list[Tensor]] = [[] for _ in range(self._group.size)]
+        # Without the agreement, a rank that runs out of memory here leaves the others waiting.
+        with self._group.agreeing("counting lookups"):
+            for table in self._tables:
+                ids, times = table.ids.take_counts(table.name)
+                # Ids ascend, so the ids of one owner are one slice.
+                cuts = torch.searchsorted(ids, torch.tensor(table.starts[1:-1], dtype=ids.dtype))
+                parts = zip(ids.long().tensor_split(cuts), times.tensor_split(cuts), strict=True)
+                for to_owner, ids_and_times in zip(outgoing, parts, strict=True):
+                    to_owner += ids_and_times
+        arrived = exchange(outgoing, self._group)
+        for number, table in enumerate(self._tables):
+            pairs = [(parts[2 * number], parts[2 * number + 1]) for parts in arrived]
+            table.add_lookups(pairs, self._weight.now)
+
+    def _drop_candidates(self) -> None:
+        """Keep the counts of the hottest ids, in tables with too many ids to count each.
+        Collective."""
+        hashed = [table for table in self._tables if table.index.hashed]
+        if not hashed:
+            return
+        keys = [table.counts.counts.long() for table in hashed]
+        flags = select_winners([table.candidates for table in hashed], keys, self._group)
+        for table, wins in zip(hashed, flags, strict=True):
+            counts = cast(CandidateCounts, table.counts)
+            # Decay has rounded some counts to 0, the count of any id that is not listed.
+            counts.keep(wins & (counts.counts > 0))
+
+    def _select(self, has_loaded: bool) -> list[tuple[Tensor, Tensor]]:
+        """Return for each table the ids that lose their slots, and the ids that win one, over all
+        ranks: ascending, int64. Collective.
+
+        Args:
+            has_loaded: whether holders were loaded since the last update.
+        """
+        slots, holders, keys = [], [], []
+        for table in self._tables:
+            if has_loaded:
+                # Any id may be hotter than the loaded holders.
+                table.counts.compare_all()
+            ids = table.owned_holders()
+            slots.append(table.index.stored)
+            holders.append(ids)
+            keys.append(table.ranking_keys(ids, True))
+        # Newcomers below this bound can't win. Leaving them out keeps the selection small.
+        bounds = admission_counts(slots, keys, self._group)
+        # No count is above MOST. More would not fit the int32 of counts.
+        min_count = min(self.admit_after * self._weight.now, MOST + 1)
+        contests = []
+        for table, ids, bound in zip(self._tables, holders, bounds, strict=True):
+            # select_winners() needs ascending ids; holders come first before the sort.
+            both, order = torch.cat([ids, table.newcomers(max(min_count, bound))]).sort()
+            holds = order < len(ids)
+            contests.append((both, holds, table.ranking_keys(both, holds)))
+        won = select_winners(slots, [keys for *_, keys in contests], self._group)
+        changes = []
+        for (ids, holds, _), wins in zip(contests, won, strict=True):
+            changes += [ids[holds & ~wins], ids[wins & ~holds]]
+        all_changes = gather_parts(changes, self._group)
+        return list(zip(all_changes[::2], all_changes[1::2], strict=True))
+
+    def _admit(self) -> None:
+        """Write the reserved rows, and let their ids be found. Local."""
+        self._admits_at = -1
+        for table in self._tables:
+            # Lookups before now found no slot, so they are counted before the index has the ids.
+            table.ids.count_batches()
+            ids, slots = table.index.admit()
+            table.write(ids.cpu(), slots.cpu(), self._steppers, self.seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads
+        them on any number of ranks. The model's state has the ids that hold slots. Collective.
+
+        Raises:
+            ValueError: a rank ran out of memory; on every rank. Some lookups may not be counted.
+        """
+        with self._group.jointly("state_dict()"):
+            return self._saved()
+
+    def _saved(self) -> dict[str, Any]:
+        self._exchange_lookups()
+        # A state has a fixed number of candidates. Dropping the others here too makes this run
+        # continue exactly as a run that resumes from the state.
+        self._drop_candidates()
+        return {
+            "step": self.steps,
+            "admits_at": self._admits_at,
+            "decay": self._weight.decay,
+            "age": self._weight.age,
+            "seed": self.seed,
+            "tables": self._sizes(),
+            "counts": {
+                table.name: table.counts.saved(table.candidates, self._group)
+                for table in self._tables
+            },
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`; the arguments ``every``, ``admit_after`` and ``protect_ids``
+        stay. Load the model's state first. Collective.
+
+        Raises:
+            ValueError: the state is of other tables, ``decay`` or ``seed``, or of other ranks and
+                not loaded by torch.distributed.checkpoint; a value of it or of the model's
+                ``id_of_slot`` is invalid. On every rank, and nothing has changed.
+        """
+        with self._group.agreeing("load_state_dict()") as facts:
+            _require_dict("state", state_dict)
+            saved_counts: Any = state_dict.get("counts")
+            _require_dict("counts", saved_counts)
+            expected = {"decay": self._weight.decay, "seed": self.seed, "tables": self._sizes()}
+            rules = {}
+            for key, value in expected.items():
+                saved = state_dict.get(key)
+                rules[f"The state has {key}={saved}, and here it is {value}."] = saved != value
+            absent = set(self.moved) - set(saved_counts)
+            rules[f"The state has no counts of the tables {sorted(absent)}."] = absent
+            checks.refuse(rules)
+            step = checks.integer("step", state_dict.get("step"), least=0)
+            # A later admission would come after the next update.
+            last = step - step % self.every + self.every
+            admits_at = checks.integer(
+                "admits_at", state_dict.get("admits_at"), least=-1, most=last
+            )
+            age = checks.integer("age", state_dict.get("age"), least=0)
+            # Counts are divided long before an old lookup weighs so little.
+            checks.refuse({f"Invalid age={age}: too old.": self._weight.decay**age < 1e-4})
+            counts = []
+            for table in self._tables:
+                # torch.distributed.checkpoint has loaded it in place, where nothing checks it.
+                table.index.refuse_invalid(table.index.id_of_slot)
+                counts.append(table.counts.part(table.name, saved_counts[table.name]))
+            facts.update(step=step, admits_at=admits_at, age=age)
+        self.steps = step
+        self._admits_at = admits_at
+        self._weight = Weight(self._weight.decay, age)
+        for table, loaded in zip(self._tables, counts, strict=True):
+            # Lookups that were recorded before belong to the state that is replaced.
+            table.ids.drop_counts(table.name)
+            table.reset_stats()
+            table.counts.load(*loaded)
+
+    def summary(self) -> str:
+        """Return a text table of the slots, the ids without one, and the outcomes of the training
+        lookups on all ranks. Collective; raises as :meth:`state_dict`."""
+        with self._group.jointly("summary()"):
+            self._exchange_lookups()
+            here = [
+                torch.cat([torch.tensor(table.count_without_slot()), table.lookup_stats])
+                for table in self._tables
+            ]
+            sums = self._group.all_reduce(torch.stack(here))
+            held = [len(table.index.holders()[0]) for table in self._tables]
+            totals = [
+                LookupStats(*(row[2:] + table.totals).tolist())
+                for table, row in zip(self._tables, sums, strict=True)
+            ]
+        # Heads are narrow and numbers short, so that a table fits on a line of 80 columns.
+        head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "moved"]
+        head += ["lookups", "missed", "of new ids", "out of range"]
+        lines = []
+        for table, row, holders, stats in zip(self._tables, sums, held, totals, strict=True):
+            index = table.index
+            waiting, never = row[:2].tolist()
+            cells = [index.rows, index.stored, holders, waiting, never]
+            cells += [self.moved[table.name], stats.lookups]
+            missed = (stats.missed - stats.unseen, stats.unseen)
+            shares = [percent(part / max(stats.lookups, 1)) for part in missed]
+            lines.append((table.name, *map(short, cells), *shares, short(stats.out_of_range)))
+        return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 11)))])
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.moved)
+        return f"{type(self).__name__}(step {self.steps}, every {self.every}: {names})"
+
+    def _sizes(self) -> dict[str, list[int]]:
+        """Return the number of ids, of slots and of ids with a count, by table."""
+        return {
+            table.name: [table.index.rows, table.index.stored, table.candidates]
+            for table in self._tables
+        }
+
+
+def _find_tables(
+    collections: Sequence[FollowingCollection],
+    protect_ids: Mapping[str, Sequence[int] | Tensor],
+    candidates: int,
+    group: Group,
+) -> list[_Table]:
+    """Return the following tables of collections."""
+    tables: dict[str, _Table] = {}
+    for collection in collections:
+        inner = collection_of(collection.inner)
+        rows = stored_rows(collection.inner)
+        least = least_rows(collection.inner, rows)
+        for name, index in collection.following_ids.slots.items():
+            checks.refuse(
+                {
+                    "The collection is not sharded: use DistributedModelParallel first.": (
+                        not inner.is_sharded
+                    ),
+                    "Another FollowingTables has this model: delete it first.": (
+                        collection in _owner_of
+                    ),
+                    f"Two following tables have the name {name!r}.": name in tables,
+                    f"Table {name!r} has {rows[name]} rows, too few for all of its ranks to have"
+                    f" some: create it with rows={least[name]}, or shard it by columns.": (
+                        rows[name] < least[name]
+                    ),
+                }
+            )
+            block = -(-index.rows // group.size)
+            starts = [min(rank * block, index.rows) for rank in range(group.size + 1)]
+            counts: type[CandidateCounts | LookupCounts] = LookupCounts
+            most = index.rows
+            if index.hashed:
+                counts = CandidateCounts
+                most = candidates * index.stored
+            tables[name] = _Table(
+                name=name,
+                collection=collection,
+                bounds=initial_bounds(collection, name),
+                starts=starts,
+                counts=counts(starts[group.rank], starts[group.rank + 1]),
+                protected=_protected_ids(index, protect_ids.get(name, ())),
+                candidates=most,
+                totals=torch.tensor(LookupStats()),
+                new_ids=torch.zeros(0, dtype=torch.int64),
+            )
+    unknown = sorted(set(protect_ids) - set(tables))
+    checks.refuse(
+        {
+            "The model has no tables of following() or follow_kept_rows().": not tables,
+            f"Invalid protect_ids: {unknown} are none of the tables {sorted(tables)}.": unknown,
+        }
+    )
+    return list(tables.values())
+
+
+def _protected_ids(index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
+    """Return protected ids: distinct, ascending, int64.
+
+    Raises:
+        ValueError: an id is not in the table, or there are more ids than slots.
+    """
+    # torch raises one of these for None, a set, text or uneven lists.
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        if not len(ids):
+            return torch.zeros(0, dtype=torch.int64)
+        given = torch.as_tensor(ids)
+        # A TypeError for float and bool: float32 would take 16,777,217 for 16,777,216.
+        torch.iinfo(given.dtype)
+        distinct = torch.unique(given)
+        # A narrow dtype can't hold the bound.
+        wide: Tensor = distinct.long()
+        fits = (wide >= 0) & (wide < index.rows) & (wide == distinct)
+        if fits.all() and len(wide) <= index.stored:
+            return wide
+    raise ValueError(
+        f"Invalid protect_ids of table {index.table!r}: must be at most {index.stored} distinct ids"
+        f" (one slot each) in [0, {index.rows})."
+    )
+
+
+def _require_dict(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"Invalid {name} of type {type(value).__name__}: must be a dict.")

@@ -1,0 +1,400 @@
+"""What optimizers know of tables: the state of each shard, and the rows that were touched.
+
+Optimizers are found inside wrappers, as those of TorchRec and Lightning. A shard is a view of the
+parameter that an optimizer steps, so only their memory shows that they belong together.
+
+:func:`records` tells which rows of each table were ever touched, or why that is unknown: the state
+of Adagrad, Adam, AdamW, RMSprop and FBGEMM's fused optimizers is zero until a gradient reaches the
+row, and never again. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.utils._pytree import tree_leaves
+
+from dist_sparse.tables.modules import batches_of, collections_of, torchrec_port
+from dist_sparse.tables.protocols import TableBatch
+from dist_sparse.tables.shards import ShardedData, memory_of
+from dist_sparse.text import number_of
+
+# A live view of optimizer state, and the initial value of its elements.
+State = tuple[Tensor, float]
+
+Optimizers = Optimizer | Sequence[Optimizer]
+"""One optimizer of torch or TorchRec, or several."""
+
+
+def leaves(optimizer: Any) -> Iterator[Optimizer]:
+    """Yield the optimizers inside ``optimizer``, or inside several, that step parameters
+    themselves: not TorchRec's fused ones, whose tables are updated inside the backward.
+
+    Raises:
+        ValueError: ``optimizer``, or a part of it, is no optimizer.
+    """
+    inside = torchrec_parts(optimizer)
+    if isinstance(optimizer, (list, tuple)):
+        inside = list(optimizer)
+    elif hasattr(optimizer, "_optimizer") and inside is None:
+        # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
+        inside = [optimizer._optimizer]
+    if inside is not None:
+        yield from chain(*map(leaves, inside))
+    # Set by the constructor of torch's optimizers: without it, no hook can be registered.
+    elif hasattr(optimizer, "_optimizer_step_post_hooks"):
+        yield optimizer
+    else:
+        raise ValueError(
+            f"Invalid optimizer of type {type(optimizer).__name__}: must be an initialized"
+            " torch.optim.Optimizer, or have one in its attribute _optimizer."
+        )
+
+
+def torchrec_parts(optimizer: object) -> list[Any] | None:
+    """Return the optimizers inside one of TorchRec's: none in a fused one. None for any other
+    optimizer, wrappers too."""
+    torchrec = torchrec_port()
+    return None if torchrec is None else torchrec.parts(optimizer)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return a tensor, or the local tensor of a DTensor."""
+    # Not by to_local(), which returns a new tensor with an autograd node.
+    inner: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return inner
+
+
+def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
+    """Return a function that lists the indices of the ``tensors`` that share memory with a given
+    tensor.
+
+    By memory: views and ``.data`` of a parameter are objects of their own.
+    """
+    # First by storage, which holds one tensor in most cases.
+    known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for i, tensor in enumerate(map(local, tensors)):
+        known[tensor.untyped_storage().data_ptr()].append((i, *memory_of(tensor)))
+
+    def find(tensor: Tensor) -> list[int]:
+        held = known.get(tensor.untyped_storage().data_ptr(), ())
+        # An empty tensor ends where it begins.
+        first, end = memory_of(tensor)
+        return [i for i, start, behind in held if max(first, start) < min(end, behind)]
+
+    return find
+
+
+# State whose initial value is not 0, with the option that sets it: "sum" in Adagrad and row-wise
+# Adagrad, "step_size" in Rprop.
+_INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
+
+
+def state_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> dict[str, State]:
+    """Return the optimizer's state by name for ``weight``: contiguous elements of ``parameter``,
+    or all of them, perhaps in another shape."""
+    found = {}
+    here = local(parameter)
+    first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
+    last = first + weight.numel()
+    width = math.prod(here.shape[1:])
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor):
+            continue
+        state = local(value)
+        # As the state holds it: a float32 sum that began at 0.1 differs from the float64 option.
+        initial = torch.tensor(initial_state(optimizer, parameter, name), dtype=state.dtype).item()
+        # State of other shapes, such as a step count, belongs to no element and no row.
+        if state.shape == here.shape and state.is_contiguous():
+            found[name] = state.view(-1)[first:last].view_as(weight), initial
+        elif here.shape[:1] == (state.numel(),):
+            # One value per row.
+            found[name] = state.view(-1)[first // width : last // width], initial
+    return found
+
+
+def sums_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> State | None:
+    """Return Adagrad's sums of squared gradients of ``weight``, a part of ``parameter``; None for
+    another optimizer."""
+    is_adagrad = "initial_accumulator_value" in optimizer.defaults
+    return state_of(optimizer, parameter, weight).get("sum") if is_adagrad else None
+
+
+def initial_state(optimizer: Optimizer, parameter: Tensor, name: str) -> float:
+    """Return the initial value of a parameter's state, by the options of its group."""
+    return float(group_of(optimizer, parameter).get(_INITIAL.get(name, ""), 0.0))
+
+
+def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return the options that an optimizer has for a parameter."""
+    # By identity: == of tensors compares elements.
+    groups = optimizer.param_groups
+    return next(group for group in groups if id(parameter) in map(id, group["params"]))
+
+
+def stepped_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer."""
+    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+
+
+def fused_sums(model: nn.Module) -> dict[int, State]:
+    """Return the sums of a model's fused Adagrad optimizers and their initial value, by the address
+    of the shard; nothing for other optimizers."""
+    found = {}
+    for _, batch in batches_of(collections_of(model.modules())):
+        if batch.is_adagrad:
+            for weight, states in zip(batch.weights(), batch.states(), strict=True):
+                found[weight.data_ptr()] = states[0], 0.0
+    return found
+
+
+# ------------------------------------------------------------------------------
+# Which rows a gradient has reached.
+
+# State that is zero until a gradient reaches the row, by exact class: a subclass may do more.
+# Adam's second moment alone would lose gradients whose squares underflow.
+_MOMENTS: Mapping[type[Optimizer], tuple[str, ...]] = {
+    Adam: ("exp_avg", "exp_avg_sq"),
+    AdamW: ("exp_avg", "exp_avg_sq"),
+    SparseAdam: ("exp_avg", "exp_avg_sq"),
+    RMSprop: ("square_avg",),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Record:
+    """The rows of a shard that a gradient has reached, by the state of its optimizer.
+
+    A row that was looked up only with gradients of 0 counts as untouched.
+
+    Args:
+        rows: of the shard.
+        states: live, one value per element or per row, zero until a gradient reaches the row.
+        is_sum: the only state is Adagrad's sum of squared gradients.
+        lookups_only: only lookups make gradients. Otherwise a loss term over the whole table may
+            have reached rows that no batch has looked up.
+        count_steps: returns how many steps the record covers, of a fused optimizer lookups of its
+            kernel; None if the optimizer does not count, as FBGEMM's EXACT_ADAGRAD.
+        since: since when these steps are counted, as text.
+    """
+
+    rows: int
+    states: tuple[Tensor, ...]
+    is_sum: bool
+    lookups_only: bool
+    count_steps: Callable[[], int | None]
+    since: str = ""
+
+    def text(self) -> str:
+        """Return what the record is, and what it covers: ``the optimizer's state, 3 steps``."""
+        steps = self.count_steps()
+        covers = "" if steps is None else f", {number_of(steps, 'step')}{self.since}"
+        return f"the optimizer's state{covers}"
+
+    def touched(self) -> Tensor:
+        """Return which rows a gradient has reached: bool ``(rows,)``, on the device of the
+        state."""
+        flags = torch.zeros(self.rows, dtype=torch.bool, device=self.states[0].device)
+        for state in self.states:
+            # any() takes NaN for True: a row that diverged was read.
+            flags |= state.reshape(self.rows, -1).any(1)
+        return flags
+
+    def row_sums(self) -> Tensor:
+        """Return Adagrad's sum of each row, ``(rows,)``: the largest of its columns if each has its
+        own."""
+        assert self.is_sum
+        return self.states[0].reshape(self.rows, -1).amax(1)
+
+
+# Of a shard or a table: a record, or the reason why it is unknown which rows were touched.
+Known = Record | str
+
+
+def records(
+    model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None
+) -> dict[str, list[Record] | str]:
+    """Return for each table a record of each of this rank's shards, in their order, or the reason
+    why it is unknown which rows were touched. Local: another rank may know less of its shards.
+
+    Args:
+        model: holds the tables, and the optimizers of fused ones.
+        located: the tables.
+        optimizer: what steps the other tables, wrapped or not; several in any container.
+
+    Raises:
+        ValueError: something in ``optimizer`` is no optimizer.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.optimizers import records
+        >>> from dist_sparse.tables.modules import ModelTables
+        >>> table = torch.nn.EmbeddingBag(4, 2)
+        >>> located = ModelTables(table).locate()
+        >>> records(table, located, torch.optim.SGD(table.parameters()))["weight"]
+        'SGD keeps no state that tells'
+        >>> adam = torch.optim.Adam(table.parameters())
+        >>> table(torch.tensor([[1, 3]])).sum().backward()
+        >>> adam.step()
+        >>> [record] = records(table, located, adam)["weight"]
+        >>> record.touched(), record.count_steps()
+        (tensor([False,  True, False,  True]), 1)
+    """
+    fused: dict[int, Known] = {}
+    for _, batch in batches_of(collections_of(model.modules())):
+        fused.update(fused_records(batch))
+    weights = [shard.tensor for data in located for shard in data.shards]
+    plain = plain_records([*leaves([*filter(None, tree_leaves(optimizer))])], weights)
+    # Fused ones win: an optimizer may list fused tables, which it never steps.
+    by_address = {**plain, **fused}
+    found: dict[str, list[Record] | str] = {}
+    for data in located:
+        of_table: list[Record] = []
+        for _, weight in data.shards:
+            known = by_address[weight.data_ptr()]
+            if isinstance(known, str):
+                found[data.name] = known
+                break
+            of_table.append(known)
+        else:
+            found[data.name] = of_table
+    return found
+
+
+# FBGEMM's count is in no state that TorchRec saves; Checkpoints saves it.
+_SINCE_FUSED = " since this process began (with Checkpoints: in all)"
+
+
+def fused_records(batch: TableBatch) -> dict[int, Known]:
+    """Return the records of a fused optimizer's shards, by the address of the weights. FBGEMM
+    writes the state of rows that were looked up, and no other; weight decay too."""
+    found: dict[int, Known] = {}
+    for weight, states in zip(batch.weights(), batch.states(), strict=True):
+        found[weight.data_ptr()] = "its fused optimizer keeps no state of rows"
+        if states:
+            found[weight.data_ptr()] = Record(
+                rows=len(weight),
+                states=(states[0],) if batch.is_adagrad else tuple(states),
+                is_sum=batch.is_adagrad,
+                lookups_only=True,
+                count_steps=lambda: int(batch.hyperparameters()["step"]) or None,
+                since=_SINCE_FUSED,
+            )
+    return found
+
+
+def plain_records(optimizers: Iterable[Optimizer], weights: Iterable[Tensor]) -> dict[int, Known]:
+    """Return the records of weights that torch's optimizers step, by the address of the weights."""
+    stepped = [(leaf, parameter) for leaf in optimizers for parameter in stepped_by(leaf)]
+    find = same_storage([parameter for _, parameter in stepped])
+    found: dict[int, Known] = {}
+    for weight in weights:
+        # An empty shard has no row that could be untouched.
+        of_each: list[Known] = [] if weight.numel() else [_untouched(weight)]
+        for index in find(weight):
+            optimizer, parameter = stepped[index]
+            known = record_of(optimizer, parameter, weight)
+            of_each.append(known)
+            if isinstance(known, str) and optimizer.state.get(parameter):
+                # Its state shows that it has stepped the weight: other records miss its rows.
+                of_each = [known]
+                break
+        found[weight.data_ptr()] = _joined(of_each)
+    return found
+
+
+def _joined(of_each: Sequence[Known]) -> Known:
+    """Return the record of a weight that several optimizers list. One without a record does not
+    count: it may never step the weight."""
+    if not of_each:
+        return "no optimizer that was given steps it"
+    known = [record for record in of_each if isinstance(record, Record)]
+    # None for those that do not count.
+    stepped = [record for record in known if record.count_steps() != 0]
+    if not stepped:
+        # None has stepped it yet.
+        return known[-1] if known else of_each[-1]
+    if len(stepped) == 1:
+        return stepped[0]
+    return _sum_of(stepped)
+
+
+def _sum_of(records: Sequence[Record]) -> Record:
+    """Return the record of a weight that several optimizers step. Each has seen its own steps."""
+    return Record(
+        rows=records[0].rows,
+        states=tuple(chain.from_iterable(record.states for record in records)),
+        is_sum=False,
+        lookups_only=all(record.lookups_only for record in records),
+        count_steps=lambda: sum(record.count_steps() or 0 for record in records) or None,
+    )
+
+
+def record_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> Known:
+    """Return the record of ``weight``, a part of ``parameter``, by an optimizer's state."""
+    kind = type(optimizer).__name__
+    is_sum = "initial_accumulator_value" in optimizer.defaults
+    names = ("sum",) if is_sum else _MOMENTS.get(type(optimizer), ())
+    if not names:
+        return f"{kind} keeps no state that tells"
+    if reason := _rewrites(optimizer, parameter):
+        return reason
+    state = state_of(optimizer, parameter, weight)
+    if any(name not in state for name in names):
+        if optimizer.state.get(parameter):
+            return f"the state of {kind} has another shape or order than its weights"
+        # It has not stepped the parameter yet, or its state was not loaded.
+        return _untouched(weight)
+    if "exp_avg" not in names and state[names[0]][0].dtype == torch.float16:
+        return f"the state of {kind} is float16, where squares of small gradients are 0"
+    steps = optimizer.state[parameter].get("step")
+    return Record(
+        rows=len(weight),
+        states=tuple(state[name][0] for name in names),
+        is_sum=is_sum,
+        # It refuses dense gradients, as of a loss term over the table.
+        lookups_only=type(optimizer) is SparseAdam,
+        count_steps=lambda: None if steps is None else int(steps),
+    )
+
+
+def _rewrites(optimizer: Optimizer, parameter: Tensor) -> str | None:
+    """Return why an optimizer's state says nothing of lookups; None if it does."""
+    kind = type(optimizer).__name__
+    group = group_of(optimizer, parameter)
+    if not parameter.requires_grad:
+        return "it is frozen (requires_grad=False): lookups of it leave no trace"
+    # AdamW's decay writes weights, not the state.
+    decay = 0 if group.get("decoupled_weight_decay") else group.get("weight_decay", 0)
+    if decay:
+        return f"weight_decay={decay:g} of {kind} is a gradient of every row at each step"
+    if initial := group.get("initial_accumulator_value", 0):
+        return f"the sums of {kind} begin at {initial:g}, where float32 absorbs small gradients"
+    # Moments shrink at each step without a gradient. Above 0.5, the smallest float times the factor
+    # rounds to itself, unless such floats are flushed to zero.
+    factor = max(map(float, group.get("betas") or [group.get("alpha", 1.0)]))
+    if factor <= 0.5:
+        return f"the state of {kind} fades to zero at the factor {factor:g}"
+    if factor < 1 and torch.full((), 2.0**-149) * 1 == 0:
+        return f"torch.set_flush_denormal() lets the state of {kind} fade to zero"
+    return None
+
+
+def _untouched(weight: Tensor) -> Record:
+    """Return the record of a shard that no gradient has reached."""
+    return Record(
+        rows=len(weight),
+        states=(torch.zeros(len(weight), device=weight.device),),
+        is_sum=True,
+        lookups_only=True,
+        count_steps=lambda: 0,
+    )

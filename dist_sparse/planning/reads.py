@@ -1,0 +1,256 @@
+"""Rows that training has never or hardly read, as the state of optimizers tells:
+:func:`rows_by_reads`. Removing those never read changes no prediction on training ids; what share
+of other lookups would read zeros then, :func:`unread_share` tells.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_sparse.compaction.moving import gather_rows, on_all_ranks
+from dist_sparse.groups import world_group
+from dist_sparse.ids.share import Share, share_of
+from dist_sparse.optimizers import Record, records
+from dist_sparse.tables.initial import Unread, doubt_about, trained_text
+from dist_sparse.tables.shards import Rect, ShardedData
+
+_NO_GRADIENT = "no row has a gradient: it was not trained, or the optimizer's state was not loaded"
+_ALL_GRADIENTS = (
+    "every row has a gradient: all were looked up, or a loss term reads the whole table, such as an"
+    " L2 of its weight"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsByReads:
+    """Rows that no gradient has reached, and hardly any, by table.
+
+    Args:
+        never: numbers of rows that no gradient has reached.
+        hardly: numbers of rows that gradients have hardly reached; only Adagrad's sums tell.
+        unknown: why both are unknown; tables without rows are in none of the three.
+        records: what tells of the tables in ``never``, and which steps that covers, as text.
+        doubts: why nothing shows that the record covers the training, of tables in ``never`` with
+            rows that it has not seen.
+        read: which rows gradients have reached, bool ``(rows,)``, of the tables in ``never`` that
+            this rank holds.
+    """
+
+    never: dict[str, int] = field(default_factory=dict)
+    hardly: dict[str, int] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+    records: dict[str, str] = field(default_factory=dict)
+    doubts: dict[str, str] = field(default_factory=dict)
+    read: dict[str, Tensor] = field(default_factory=dict)
+
+
+# What a rank knows of the rows of a table: the reason why they are unknown; or whether their state
+# are sums, whether only lookups make gradients, the total of the sums, the number of rows that have
+# one, and the record as text. None where it holds no rows.
+_Local = str | tuple[bool, bool, float, int, str] | None
+
+
+def rows_by_reads(
+    model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None
+) -> RowsByReads:
+    """Return how many rows no gradient has reached, and hardly any, by table, as the state of
+    optimizers tells (:func:`~dist_sparse.optimizers.records`). Collective over the world.
+
+    Args:
+        model: holds the tables, and the optimizers of fused ones.
+        located: the tables.
+        optimizer: the optimizer that steps the other tables, or a sequence of several.
+
+    Raises:
+        ValueError: something in ``optimizer`` is no optimizer.
+    """
+    world = world_group()
+    with world.agreeing("plan()"):
+        found = records(model, located, optimizer)
+        totals = [_local_reads(data, found[data.name]) for data in located]
+    # A table is known only if each rank knows all its shards.
+    by_table = dict(zip(found, zip(*world.all_gather_json(totals), strict=True), strict=True))
+    result = RowsByReads()
+    by_ranks: dict[tuple[int, ...], list[ShardedData]] = defaultdict(list)
+    for data in located:
+        reasons = [part for part in by_table[data.name] if isinstance(part, str)]
+        ranks = data.ranks or (world.rank,)
+        if reasons:
+            result.unknown[data.name] = reasons[0]
+        # Only the ranks that hold a table take part in its gather.
+        elif world.rank in ranks and any(by_table[data.name]):
+            by_ranks[ranks].append(data)
+    # Over the world, because a table of a few ranks reports errors to these alone.
+    with world.jointly("plan()"):
+        # All ranks use one order, or groups that overlap would wait for each other.
+        for ranks in sorted(by_ranks):
+            _count_rows(by_ranks[ranks], found, by_table, result)
+    # Ranks that share a table have counted the same. Of a model that is not wrapped, each rank has
+    # counted its own copy: the first one's counts.
+    # All but the flags, which each rank keeps for itself.
+    counted = {**vars(result), "read": {}}
+    merged = RowsByReads(read=result.read)
+    for of_rank in reversed(world.all_gather_json(counted)):
+        for name, values in of_rank.items():
+            getattr(merged, name).update(values)
+    return merged
+
+
+def unread_share(
+    located: Sequence[ShardedData], reads: RowsByReads, batches: Iterable[Any]
+) -> Share:
+    """Return which lookups of ``batches`` would read zeros if the rows never read were removed.
+    Collective over the world.
+
+    Args:
+        located: the tables.
+        reads: what :func:`rows_by_reads` has returned for them.
+        batches: as of :func:`~dist_sparse.count_lookups`.
+
+    Raises:
+        ValueError: see :func:`~dist_sparse.count_lookups`; on every rank.
+    """
+    # Of a model that is not wrapped, a rank may know its own copy where another does not.
+    known = reads.never.keys() - reads.unknown.keys()
+    tables = {data.name: data for data in located if data.name in known}
+    return share_of("plan()", located, on_all_ranks(tables, reads.read), batches, True)
+
+
+def _local_reads(data: ShardedData, known: list[Record] | str) -> _Local:
+    """Return what this rank knows of the rows of its shards of a table."""
+    if isinstance(known, str):
+        return known
+    if not known:
+        return None
+    for record, shard in zip(known, data.shards, strict=True):
+        read = data.with_padding(shard, record.touched())
+        unread = Unread(data, shard.tensor, ~read, record.text())
+        # As after weights were loaded without their optimizer state.
+        if reason := trained_text(unread):
+            return (
+                f"the optimizer's state does not cover its training: {reason} (the record:"
+                f" {unread.record})"
+            )
+    is_sum = all(record.is_sum for record in known)
+    total, touched = 0.0, 0
+    for record in known if is_sum else ():
+        rows = record.row_sums()
+        # One sum that overflowed would be more than all others.
+        rows = rows[rows.isfinite()]
+        total += float(rows.sum(dtype=torch.float64))
+        touched += int(rows.count_nonzero())
+    lookups_only = all(record.lookups_only for record in known)
+    return is_sum, lookups_only, total, touched, known[0].text()
+
+
+def _count_rows(
+    tables: Sequence[ShardedData],
+    found: Mapping[str, list[Record] | str],
+    by_table: Mapping[str, Sequence[Any]],
+    result: RowsByReads,
+) -> None:
+    """Add the counts of tables over the same ranks to ``result``. Collective over these.
+
+    Args:
+        found: what :func:`~dist_sparse.optimizers.records` returned.
+        by_table: what :func:`_local_reads` returned on each rank.
+    """
+    floors: dict[str, float] = {}
+    dense: list[ShardedData] = []
+    of_record: dict[str, str] = {}
+    for data in tables:
+        known = zip(*filter(None, by_table[data.name]), strict=True)
+        sums, lookups, totals, touched, texts = known
+        if all(sums):
+            # A tenth of the mean.
+            floors[data.name] = sum(totals) / 10 / max(sum(touched), 1)
+        if not all(lookups):
+            dense.append(data)
+        of_record[data.name] = texts[0]
+    with_sums = [data for data in tables if data.name in floors]
+    read = _gather(tables, partial(_touched, found))
+    often = _gather(with_sums, partial(_often, found, floors))
+    nonzero = _gather(dense, _nonzero)
+    for name, rows in read.items():
+        # An L2 has no gradient for a row of zeros, such as that of a padding_idx.
+        unread = ~rows & nonzero.get(name, ~rows)
+        if not rows.any():
+            result.unknown[name] = _NO_GRADIENT
+        elif name in nonzero and not unread.any():
+            result.unknown[name] = _ALL_GRADIENTS
+        else:
+            result.never[name] = int((~rows).sum())
+            result.records[name] = of_record[name]
+            result.read[name] = rows
+    result.doubts.update(_doubts(tables, result.never))
+    for name in often.keys() & result.never.keys():
+        result.hardly[name] = int((~often[name]).sum()) - result.never[name]
+
+
+def _doubts(tables: Iterable[ShardedData], never: Mapping[str, int]) -> dict[str, str]:
+    """Return why nothing shows that a record covers the training, by table.
+
+    Args:
+        never: numbers of rows that no record has seen, by table.
+    """
+    doubts = {}
+    for data in tables:
+        doubt = doubt_about(data)
+        if doubt and never.get(data.name):
+            doubts[data.name] = doubt
+    return doubts
+
+
+def _gather(
+    tables: Sequence[ShardedData], flags: Callable[[ShardedData, Rect], Tensor]
+) -> dict[str, Tensor]:
+    """Return :func:`~dist_sparse.compaction.moving.gather_rows` of tables, perhaps of none."""
+    return gather_rows(tables, flags, _reported_rects) if tables else {}
+
+
+def _reported_rects(data: ShardedData, rank: int) -> Sequence[Rect]:
+    """Return the rectangles that a rank reports: all of a copy that trains apart, since each copy
+    sees other batches; otherwise those that it owns, so that one replica reports for all."""
+    return data.tiling[rank] if data.copied else data.owned(rank)
+
+
+def _shard_at(data: ShardedData, rect: Rect) -> int | None:
+    """Return the number of the shard at ``rect``; None if it is empty."""
+    places = [shard.rect for shard in data.shards]
+    return places.index(rect) if rect.numel else None
+
+
+def _touched(found: Mapping[str, Any], data: ShardedData, rect: Rect) -> Tensor:
+    """Return which rows of a shard were touched: bool ``(rect.rows,)`` on the CPU."""
+    shard = _shard_at(data, rect)
+    if shard is None:
+        return torch.zeros(rect.rows, dtype=torch.bool)
+    flags: Tensor = found[data.name][shard].touched()
+    return data.with_padding(data.shards[shard], flags).cpu()
+
+
+def _often(
+    found: Mapping[str, Any], floors: Mapping[str, float], data: ShardedData, rect: Rect
+) -> Tensor:
+    """Return which rows of a shard were touched, and have a sum of squares that is not below the
+    floor of the table: bool ``(rect.rows,)`` on the CPU."""
+    shard = _shard_at(data, rect)
+    if shard is None:
+        return torch.zeros(rect.rows, dtype=torch.bool)
+    rows = found[data.name][shard].row_sums()
+    # Not `rows >= floor`, which is False for NaN: a row that diverged was read.
+    flags: Tensor = (rows != 0) & ~(rows < floors[data.name])
+    return flags.cpu()
+
+
+def _nonzero(data: ShardedData, rect: Rect) -> Tensor:
+    """Return which rows of a shard have a weight other than 0: bool ``(rect.rows,)`` on the CPU."""
+    shard = _shard_at(data, rect)
+    if shard is None:
+        return torch.zeros(rect.rows, dtype=torch.bool)
+    return data.shards[shard].tensor.any(1).cpu()

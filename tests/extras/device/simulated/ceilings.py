@@ -1,0 +1,82 @@
+"""What training costs on the device, at most: host waits, launches, bytes moved, peak memory.
+
+All numbers are counted with two tables of 3,000 x 128 float32 (3.07 MB) in one rank, the masks at
+50% and updated to 60%. They may only fall: a change that lowers one lowers its ceiling here.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from tests.extras.device.simulated.account import Spent
+
+__all__ = [
+    "FIRST_STEP",
+    "GROWS",
+    "ORDINARY_STEP",
+    "UPDATE",
+    "UPDATE_BY_TOTALS",
+    "Ceiling",
+    "above",
+]
+
+
+class Ceiling(NamedTuple):
+    """The most that something may cost, as in :class:`~tests.extras.device.simulated.account.Spent`.
+
+    Args:
+        moved: in kilobytes, as ``peak``.
+    """
+
+    waits: int
+    launches: int
+    moved: int
+    peak: int
+
+
+# By block. No score but the frequency, which counts lookups, costs an ordinary step more; whole rows
+# are flagged for scores that read which rows were written.
+ORDINARY_STEP: Final = {
+    "row": Ceiling(0, 14, 58, 3),
+    "1x4": Ceiling(0, 2, 20, 1),
+    "2x2": Ceiling(0, 2, 20, 1),
+    "1x1": Ceiling(0, 2, 20, 1),
+    "frequency": Ceiling(0, 36, 94, 3),
+}
+
+# The first step after a mask update takes the new masks, and does not wait either.
+FIRST_STEP: Final = {
+    "row": Ceiling(0, 84, 161, 4),
+    "1x4": Ceiling(0, 40, 49, 1),
+    "2x2": Ceiling(0, 54, 250, 12),
+    "1x1": Ceiling(0, 42, 133, 1),
+}
+
+# By norms, and by norms times Adagrad's sums, the default of sparsify(). Kernels take all blocks
+# within a row; others are scored by torch, again in each round.
+UPDATE: Final = {
+    "row": Ceiling(4, 22, 3_770, 90),
+    "1x4": Ceiling(4, 25, 7_340, 196),
+    "2x2": Ceiling(4, 278, 210_100, 8_300),
+    "1x1": Ceiling(4, 25, 7_810, 363),
+}
+
+# By lookups or sums alone, of which the blocks of a row have equal ones: where blocks are finer than
+# rows, torch finds the ties at the threshold.
+UPDATE_BY_TOTALS: Final = {
+    "row": Ceiling(3, 23, 2_360, 90),
+    "1x4": Ceiling(3, 58, 25_310, 4_630),
+    "2x2": Ceiling(3, 190, 103_200, 8_300),
+    "1x1": Ceiling(3, 50, 26_430, 9_270),
+}
+
+# Blocks whose mask updates wait, or launch, more often for a larger table.
+GROWS: Final[dict[str, set[str]]] = {"waits": set(), "launches": set()}
+
+
+def above(spent: Spent, most: Ceiling) -> str:
+    """Return what is above its ceiling, "" if nothing is."""
+    found = Ceiling(spent.waits, spent.launches, -(-spent.moved // 1000), -(-spent.peak // 1000))
+    pairs = zip(Ceiling._fields, found, most, strict=True)
+    wrong = [f"{name}: {count} instead of {limit}" for name, count, limit in pairs if count > limit]
+    return "\n".join([*wrong, spent.lines] if wrong else [])

@@ -1,0 +1,96 @@
+"""Mask updates over several ranks whose tables are on the device, over NCCL and gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_sparse import groups
+from dist_sparse.tables.shards import Rect
+from tests.dist.plugin import on_ranks
+from tests.extras.device.simulated.collectives import fake_world, nccl
+from tests.extras.device.simulated.fake import inner
+from tests.extras.device.simulated.runs import BLOCKS, Run, on_device
+from tests.extras.device.simulated.tables import Layout, one_rank
+
+ROWS, COLS = 301, 24
+RANKS = (0, 1)
+# Borders cut blocks of every shape.
+BY_ROWS = Layout((ROWS, COLS), (Rect(0, 0, 151, COLS), Rect(151, 0, 150, COLS)), RANKS)
+BY_COLUMNS = Layout((ROWS, COLS), (Rect(0, 0, ROWS, 10), Rect(0, 10, ROWS, 14)), RANKS)
+LAYOUTS = {"rows": BY_ROWS, "columns": BY_COLUMNS}
+
+
+def whole(run: Run) -> list[torch.Tensor]:
+    """The masks of all tables, element by element, on every rank."""
+    return [inner(run.sparsifier.full_mask(name)).clone() for name in run.sparsifier.data_groups]
+
+
+# Ranks of their own for each backend: a process keeps its groups, and they their device.
+@on_ranks(2, local_world_size=1)
+@pytest.mark.parametrize("cut", LAYOUTS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_cut_tables_get_the_masks_of_whole_ones_over_nccl(name: str, cut: str) -> None:
+    with nccl():
+        check_masks_of(name, cut)
+
+
+@on_ranks(2, local_world_size=2)
+@pytest.mark.parametrize("cut", LAYOUTS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_cut_tables_get_the_masks_of_whole_ones_over_gloo(name: str, cut: str) -> None:
+    check_masks_of(name, cut)
+
+
+def check_masks_of(name: str, cut: str) -> None:
+    """Two mask updates, and the masks once the tables are cut the other way."""
+    rank, layout = dist.get_rank(), LAYOUTS[cut]
+    with on_device():
+        expected = Run("cpu", BLOCKS[name], [one_rank(ROWS, COLS)] * 2)
+        found = Run("cuda", BLOCKS[name], [layout] * 2, rank)
+        for level in (0.3, 0.55):
+            expected.update(level)
+            found.update(level)
+            assert all(map(torch.equal, whole(expected), whole(found)))
+        for table, shard in zip(expected.weights(), found.weights(), strict=True):
+            assert torch.equal(layout.shard(table, rank), shard)
+        other = BY_COLUMNS if cut == "rows" else BY_ROWS
+        shards = [other.shard(table, rank) for table in expected.weights()]
+        found.model.store([other] * 2, shards)
+        found.sparsifier.apply_masks()
+        assert all(map(torch.equal, whole(expected), whole(found)))
+        assert all(map(torch.equal, shards, found.weights()))
+
+
+def test_nccl_takes_tensors_of_the_device_alone() -> None:
+    """The stand-in can fail."""
+    with fake_world(4), on_device(), nccl():
+        dist.all_reduce(torch.ones(2, device="cuda"))
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(torch.ones(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BLOCKS)
+def test_costs_do_not_grow_with_the_ranks(name: str) -> None:
+    """Messages, waits and launches of a mask update of 64 ranks and of 1,000."""
+    found = {}
+    for world in (64, 1_000):
+        rects = tuple(Rect(rank * 48, 0, 48, 16) for rank in range(world))
+        layout = Layout((world * 48, 16), rects, tuple(range(world)))
+        with fake_world(world), on_device(), nccl():
+            # Sums over ranks are this rank's share: so is what is removed.
+            run = Run("cuda", BLOCKS[name], [layout] * 2, rank=1, level=0.25 / world)
+            groups.reset_traffic()
+            spent = run.update()
+            sent = groups.traffic()
+            run.train(2)
+            assert run.ordinary_step().waits == 0
+            assert groups.traffic() == sent
+            assert all(stats.removed_blocks for stats in run.sparsifier.table_stats())
+        found[world] = spent.waits, spent.launches, sent.collectives, sent.bytes
+    for few, many in zip(found[64], found[1_000], strict=True):
+        assert many <= few
+    *_, collectives, nbytes = found[64]
+    assert collectives <= 4 and nbytes <= 50_000

@@ -1,0 +1,222 @@
+"""Training on the device: masks and weights equal the CPU's, and the costs stay below their
+ceilings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dist_sparse.enforcer.rows import KeptIds
+from dist_sparse.extras.device import flat_scores
+from dist_sparse.masking import device as device_module
+from tests.extras.device.simulated.account import Spent
+from tests.extras.device.simulated.ceilings import (
+    FIRST_STEP,
+    GROWS,
+    ORDINARY_STEP,
+    UPDATE,
+    UPDATE_BY_TOTALS,
+    above,
+)
+from tests.extras.device.simulated.fake import cuda, inner
+from tests.extras.device.simulated.runs import BLOCKS, Run, on_device
+from tests.extras.device.simulated.tables import one_rank
+
+SCORES = ["norm", "frequency", "accumulator", "norm_accumulator"]
+
+# A quarter of what a device takes at a time, so that tables may be a quarter too.
+PIECES = replace(device_module.ON_ACCELERATOR, elements=1 << 24, least=1 << 19, scores=1 << 20)
+SMALL = {name: (1 << 14, 8) if name == "row" else (1 << 11, 128) for name in BLOCKS}
+
+
+def trained(device: str, block: Any, **options: Any) -> tuple[Run, dict[str, Spent]]:
+    """Two training steps between mask updates, and what the parts of training cost."""
+    with on_device():
+        run = Run(device, block, **options)
+        run.update()
+        run.train(2)
+        spent = {"ordinary": run.ordinary_step(), "update": run.update(0.6)}
+        spent["first"] = run.ordinary_step()
+        run.train()
+        run.enforcer.settle()
+    return run, spent
+
+
+@pytest.mark.parametrize(
+    ("name", "score"),
+    [
+        # A score of finer blocks takes some ten seconds.
+        pytest.param(name, score, marks=[pytest.mark.slow] if name != "row" else [])
+        for name in BLOCKS
+        for score in SCORES
+    ],
+)
+def test_masks_and_weights_are_the_cpus(name: str, score: str) -> None:
+    """And the costs are at most their ceilings."""
+    expected, _ = trained("cpu", BLOCKS[name], score=score)
+    found, spent = trained("cuda", BLOCKS[name], score=score)
+    assert all(map(torch.equal, expected.masks(), found.masks()))
+    assert all(map(torch.equal, expected.kernel.sums, found.kernel.sums))
+    assert torch.equal(expected.kernel.memory, found.kernel.memory)
+    stored = found.sparsifier.masks.tables
+    assert all(mask.bits.is_cuda for table in stored.names for mask in stored.masks(table))
+    # Lookups are counted in every step.
+    most = ORDINARY_STEP["frequency" if score == "frequency" else name]
+    assert not above(spent["ordinary"], most)
+    with_norms = score in ("norm", "norm_accumulator")
+    assert not above(spent["update"], (UPDATE if with_norms else UPDATE_BY_TOTALS)[name])
+    if score == "norm":
+        assert not above(spent["first"], FIRST_STEP[name])
+
+
+def grows(what: str) -> list[Any]:
+    """The blocks, those marked for which this is known to grow."""
+    reason = f"a mask update needs more {what} for a larger table"
+    mark = pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
+    return [pytest.param(name, marks=[mark] * (name in GROWS[what])) for name in BLOCKS]
+
+
+def update_of(name: str, times: int) -> Spent:
+    """A mask update of a table of so many times the rows."""
+    rows, cols = SMALL[name]
+    with on_device(), mock.patch.object(device_module, "ON_ACCELERATOR", PIECES):
+        run = Run("cuda", BLOCKS[name], layouts=[one_rank(times * rows, cols)])
+        run.update()
+        run.train()
+        return run.update(0.6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BLOCKS)
+def test_waits_do_not_grow_with_the_number_of_tables(name: str) -> None:
+    with on_device():
+        run = Run("cuda", BLOCKS[name], layouts=[one_rank(500, 128)] * 8)
+        run.update()
+        run.train()
+        assert run.update(0.6).waits <= UPDATE[name].waits
+        assert run.ordinary_step().waits <= FIRST_STEP[name].waits
+        assert run.ordinary_step().waits == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", grows("waits"))
+def test_waits_do_not_grow_with_the_table(name: str) -> None:
+    small, large = update_of(name, 1), update_of(name, 2)
+    assert large.waits <= small.waits, large.lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", grows("launches"))
+def test_launches_do_not_grow_with_the_table(name: str) -> None:
+    assert update_of(name, 2).launches <= update_of(name, 1).launches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0.3, 0.9])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_ties_at_the_threshold_are_the_cpus(name: str, level: float) -> None:
+    """Few different weights: the threshold has ties in every table, of blocks that score 0 too."""
+    layouts = [one_rank(601, 32), one_rank(37, 32), one_rank(300, 32)]
+    found = []
+    with on_device():
+        for device in ("cpu", "cuda"):
+            run = Run(device, BLOCKS[name], layouts)
+            for table in run.kernel.rows():
+                # Rows of one value each, of which a sixth is 0.
+                table.copy_((table[:, :1] * 2).round().expand_as(table) / 2)
+            run.update(level)
+            run.train(2)
+            run.update(level + 0.05)
+            found.append([*run.masks(), *run.weights()])
+    assert all(map(torch.equal, *found))
+
+
+def few_values(device: str, tables: int) -> tuple[Run, Spent]:
+    """A mask update where all thresholds tie, in a few blocks of each table."""
+    with on_device():
+        run = Run(device, BLOCKS["1x4"], [one_rank(500, 128)] * tables)
+        for table in run.kernel.rows():
+            table.copy_((table * 64).round() / 64)
+        run.update()
+        run.train(2)
+        spent = run.update(0.6)
+        run.enforcer.settle()
+    return run, spent
+
+
+@pytest.mark.slow
+def test_ties_are_read_at_once() -> None:
+    """However many tables have some."""
+    expected, _ = few_values("cpu", 8)
+    found, spent = few_values("cuda", 8)
+    assert all(map(torch.equal, expected.masks(), found.masks()))
+    assert spent.waits <= UPDATE["1x4"].waits + 1, spent.lines
+    assert spent.launches <= 32
+
+
+def test_masks_without_lists_are_the_cpus() -> None:
+    """Where too many blocks would be listed, rounds read the weights."""
+    expected, _ = few_values("cpu", 2)
+    with mock.patch.object(flat_scores, "_fits", lambda *_: False):
+        found, _ = few_values("cuda", 2)
+    assert all(map(torch.equal, expected.masks(), found.masks()))
+    assert torch.equal(expected.kernel.memory, found.kernel.memory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BLOCKS)
+def test_levels_of_0_and_1_are_the_cpus(name: str) -> None:
+    found = []
+    with on_device():
+        for device in ("cpu", "cuda"):
+            run = Run(device, BLOCKS[name], [one_rank(301, 32)] * 2)
+            for level in (0.0, 0.4, 1.0, 0.0, 0.7):
+                run.train()
+                run.update(level)
+                found += [(level, mask.clone()) for mask in run.masks()]
+            found += [(1.0, table) for table in run.weights()]
+    half = len(found) // 2
+    for (_, expected), (level, other) in zip(found[:half], found[half:], strict=True):
+        assert torch.equal(expected, other), level
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, -1, 0x7F800000], ids=["nan", "-nan", "inf"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_scores_that_are_not_finite_are_refused(name: str, bits: int) -> None:
+    with on_device():
+        run = Run("cuda", BLOCKS[name], [one_rank(301, 32)] * 2)
+        run.update(0.5)
+        before = [mask.clone() for mask in run.masks()]
+        run.kernel.rows()[1].view(torch.int32)[7, 5] = bits
+        with pytest.raises(ValueError, match=r"'t1': the block at row [67], column \d+ scores"):
+            run.update(0.6)
+        assert all(map(torch.equal, before, run.masks()))
+
+
+def test_ids_of_features_with_batches_of_different_sizes() -> None:
+    """The host knows where their ids end."""
+    kept = torch.tensor([True, False, True])
+    with on_device():
+        found = KeptIds({0: cuda(kept)}, [0, 1]).flags(cuda(torch.tensor([1, 0, 2, 1])), [0, 3, 4])
+        assert found.is_cuda
+        assert inner(found).tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("score", ["frequency", "accumulator"])
+def test_lookups_tell_nothing_of_zeros(score: str) -> None:
+    """What a lookup count removes is written in every update: a count of 0 does not say that the
+    row is zero, as a norm of 0 does."""
+    with on_device():
+        run = Run("cuda", BLOCKS["row"], [one_rank(301, 32)], score=score)
+        run.train()
+        run.update(0.5)
+        [mask] = run.sparsifier.masks.tables.masks("t0")
+        removed = (inner(mask.dead_rows()) & (run.kernel.sums[0] == 0)).nonzero().flatten()
+        # As a library that writes behind torch's back.
+        run.kernel.rows()[0][removed[0]] = 1.0
+        run.update(0.6)
+        assert not run.kernel.rows()[0][removed[0]].any()

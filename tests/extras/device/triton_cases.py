@@ -1,0 +1,472 @@
+"""Cases for the Triton kernel: it flags the rows it is given, zeroes what is removed in flagged
+rows, and writes nothing else.
+
+The checks, for a process of their own: ``python -m tests.extras.device.triton_cases DEVICE`` prints one
+JSON line for each, DEVICE being ``cpu`` (with ``TRITON_INTERPRET=1``), ``cuda`` or ``compiler``.
+Triton decides when a kernel is defined whether it is compiled or interpreted, so nothing of it is
+imported before :func:`main` is called.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_sparse.enforcer.rows import MaskedShard
+from dist_sparse.masking.masks import BlockMask, pack
+from dist_sparse.tables.shards import Block, Rect, grid_of
+
+DEVICE = torch.device("cpu")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CASES: dict[str, Callable[[], None]] = {}
+INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Feature = tuple[MaskedShard | None, Tensor]
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def slot(
+    rect: Rect, block: Block, dtype: torch.dtype = torch.float32, kept: float = 0.5, stride: int = 3
+) -> MaskedShard:
+    """A shard amid values of others, with values that arithmetic would not keep, and a random
+    mask."""
+    whole = torch.randn(rect.rows + 2, rect.cols + stride, dtype=torch.float64)
+    for value in (float("nan"), -0.0, 0.0, float("inf")):
+        whole[torch.rand_like(whole) < 0.1] = value
+    grid = grid_of(rect, block)
+    flags = torch.rand(grid.rows * grid.cols) < kept
+    weight = whole.to(DEVICE, dtype)[1:-1, min(stride, 1) : rect.cols + min(stride, 1)]
+    return MaskedShard(weight, BlockMask(rect, block, pack(flags).to(DEVICE)))
+
+
+def words(weight: Tensor) -> Tensor:
+    """All that lies around a shard, as integers, of which equal ones have equal bits."""
+    whole = weight._base
+    assert whole is not None
+    return whole.view(INTS[whole.element_size()])
+
+
+def expected(features: Sequence[Feature]) -> list[tuple[MaskedShard, Tensor]]:
+    """The words of every shard with zeros where they belong."""
+    slots = list({id(slot): slot for slot, _ in features if slot is not None}.values())
+    results = []
+    for one in slots:
+        want, rect = words(one.weight).clone(), one.mask.rect
+        place = want.as_strided(one.weight.shape, one.weight.stride(), one.weight.storage_offset())
+        removed = one.mask.dense() == 0
+        touched = {
+            id_ if 0 <= id_ < rect.rows else 0
+            for other, ids in features
+            if other is one
+            for id_ in ids.tolist()
+        }
+        for row in touched & set(range(rect.rows)):
+            place[row][removed[row]] = 0
+        results.append((one, want))
+    return results
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """(grid, arguments...) of each launch from now on."""
+    from dist_sparse.extras.device import row_kernels
+
+    kernel, seen = row_kernels.visit_rows, []
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                seen.append((grid, *args))
+                kernel[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(row_kernels, "visit_rows", Counted())
+    return seen
+
+
+def flagged(slots: Sequence[MaskedShard | None], flags: Sequence[Tensor] = ()) -> Any:
+    """A cleaner of tables whose rows are all flagged, or as ``flags`` of the features say."""
+    from dist_sparse.extras.device.row_kernels import TritonRowCleaner
+
+    given: list[Any] = [None] * len(slots)
+    for i, one in enumerate(slots):
+        if one is not None and one.mask.removes:
+            rows = one.mask.rect.rows
+            every = torch.ones(rows, dtype=torch.uint8, device=DEVICE)
+            given[i] = *one, flags[i] if flags else every
+    return TritonRowCleaner(given)
+
+
+def settle(
+    features: Sequence[Feature],
+    ends: str = "tensor",
+    dtype: torch.dtype = torch.int64,
+    expect_zeros: bool = True,
+) -> None:
+    """One lookup of all features, against the rule."""
+    ids = torch.cat([torch.zeros(0, dtype=torch.int64), *(ids for _, ids in features)]).to(
+        DEVICE, dtype
+    )
+    sums = [0]
+    for _, some in features:
+        sums.append(sums[-1] + len(some))
+    want = expected(features)
+    before = [words(one.weight).clone() for one, _ in want]
+    lookup = flagged([slot for slot, _ in features])
+    places = (
+        sums
+        if ends == "list"
+        else torch.tensor(sums, dtype=torch.int64 if ends == "tensor" else torch.int32)
+    )
+    if isinstance(places, Tensor):
+        places = places.to(DEVICE)
+    if ends == "strided":  # with offsets of bags between those of features, to be skipped
+        places = torch.stack([places, places + 1, places + 2], dim=1).flatten()[::3]
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    lookup.clean_read(ids, places)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    for index, (one, expect) in enumerate(want):
+        assert torch.equal(words(one.weight), expect), (
+            f"table {index}, {one.mask.rect}, {one.mask.block}"
+        )
+    if expect_zeros:  # else the checks above had nothing to see
+        assert any(
+            not torch.equal(old, words(one.weight))
+            for old, (one, _) in zip(before, want, strict=True)
+        )
+
+
+def zero_pages(size: int) -> Tensor:
+    """Bytes of 0 of which those that nobody touches take no memory, on the CPU."""
+    if DEVICE.type != "cpu":
+        return torch.zeros(size, dtype=torch.uint8, device=DEVICE)
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE, which mmap does not name
+    return torch.frombuffer(
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve),
+        dtype=torch.uint8,
+    )
+
+
+def some_ids(rows: int, count: int) -> Tensor:
+    return torch.randint(0, rows, (count,))
+
+
+@case
+def blocks_of_every_shape() -> None:
+    """Whole shards and shards whose corner, and other end, cuts blocks; widths of less and of more
+    than a tile."""
+    for index, block in enumerate([(1, 4), (1, 10**9), (1, 1), (4, 4), (3, 5), (1, 32), (7, 1)]):
+        for cols in (13, 71):
+            for rect in (
+                Rect(0, 0, 50, cols),
+                Rect(6, 3, 51, cols),
+                Rect(2**40 + 1, 2**33 + 7, 20, cols),
+            ):
+                table = slot(rect, block, DTYPES[index % 4])
+                settle(
+                    [(table, some_ids(rect.rows, 30))], dtype=(torch.int32, torch.int64)[index % 2]
+                )
+
+
+@case
+def shifts_and_divisions() -> None:
+    """Powers of two are shifted by; one other block in the lookup and all are divided by."""
+    for blocks in ([(4, 8)], [(3, 5)], [(64, 21), (4, 8)], [(64, 21), (3, 5), (4, 8)]):
+        settle([(slot(Rect(5, 3, 40, 21), block), some_ids(40, 25)) for block in blocks])
+
+
+@case
+def types_of_weights_and_ids() -> None:
+    for dtype in DTYPES:
+        for ids in (torch.int32, torch.int64):
+            settle(
+                [(slot(Rect(1, 2, 30, 10), (2, 4), dtype), some_ids(30, 20)) for _ in range(2)],
+                dtype=ids,
+            )
+
+
+@case
+def one_id_ten_thousand_times() -> None:
+    table = slot(Rect(0, 0, 20, 4), (1, 1))
+    settle([(table, torch.full((10_000,), 7))])
+
+
+@case
+def ids_outside_the_table_are_row_0() -> None:
+    for outside in (20, 21, -1, -20, 2**31 - 1, -(2**31)):
+        for dtype in (torch.int32, torch.int64):
+            table = slot(Rect(4, 0, 20, 9), (1, 2))
+            table.weight[0] = 1
+            settle([(table, torch.tensor([3, outside, 5]))], dtype=dtype)
+    table = slot(Rect(0, 0, 20, 9), (1, 1), kept=0)
+    settle([(table, torch.tensor([2**32 + 3]))])  # not row 3
+
+
+@case
+def features_without_ids_without_slots_and_of_one_table() -> None:
+    first, second = slot(Rect(0, 0, 30, 8), (1, 4)), slot(Rect(3, 1, 25, 17), (2, 3))
+    none = torch.zeros(0, dtype=torch.int64)
+    for ends in ("list", "tensor", "int32", "strided"):
+        first.weight.normal_()
+        settle(
+            [
+                (None, some_ids(10, 5)),
+                (first, some_ids(15, 9)),
+                (second, none),
+                (None, none),
+                (first, none),
+                (second, some_ids(25, 40)),
+                (first, 15 + some_ids(15, 9)),
+                (None, some_ids(10**6, 33)),
+                (second, none),
+            ],
+            ends=ends,
+        )
+
+
+@case
+def masks_that_remove_nothing_or_everything() -> None:
+    keeps, goes = (
+        slot(Rect(0, 0, 12, 6), (1, 2), kept=1.1),
+        slot(Rect(0, 0, 12, 6), (1, 2), kept=-1),
+    )
+    assert not keeps.mask.removes
+    settle([(keeps, some_ids(12, 50)), (goes, torch.tensor([3, 4])), (keeps, some_ids(12, 8))])
+    settle([(keeps, some_ids(12, 50))], expect_zeros=False)
+
+
+@case
+def no_ids() -> None:
+    table, none = slot(Rect(0, 0, 12, 6), (1, 2)), torch.zeros(0, dtype=torch.int64)
+    for ends in ("list", "tensor"):
+        settle([(table, none), (None, none)], ends=ends, expect_zeros=False)
+        settle([(None, some_ids(9, 9))], ends=ends, expect_zeros=False)
+        settle([], ends=ends, expect_zeros=False)
+
+
+@case
+def a_table_without_rows() -> None:
+    empty, table = slot(Rect(7, 0, 0, 6), (1, 2)), slot(Rect(0, 0, 12, 6), (1, 2))
+    settle([(empty, some_ids(9, 9)), (table, some_ids(12, 9))])
+
+
+@case
+def hundreds_of_features() -> None:
+    """Of every length from none to several programs' worth, over tables of different widths and
+    blocks."""
+    tables: list[MaskedShard | None] = [None]
+    for index in range(37):
+        tables.append(
+            slot(Rect(index, index % 5, 10 + index, 1 + 3 * index), (1 + index % 3, 1 + index % 4))
+        )
+    for length in (2, 40):
+        features: list[Feature] = [
+            (tables[n * 7 % 38], some_ids(10, n * n % length)) for n in range(331)
+        ]
+        settle(features, ends="int32")
+
+
+@case
+def one_launch_that_reads_the_ends_where_they_lie() -> None:
+    tables = [slot(Rect(0, 0, 12, cols), (1, 2)) for cols in (6, 40, 8)]
+    with pytest.MonkeyPatch.context() as patch:
+        seen = launches(patch)
+        ids, offsets = some_ids(12, 48).to(DEVICE), torch.arange(0, 49, 4).to(DEVICE)
+        flagged(tables).clean_read(ids, offsets[::4])
+        (((programs,), *args),) = seen
+        assert programs == 2  # of 32 ids each
+        ends = args[2]
+        assert (ends.data_ptr(), ends.stride(0), args[3]) == (offsets.data_ptr(), 4, 4)
+        flagged([None, None]).clean_read(ids, offsets[::6])
+        flagged(tables).clean_read(ids[:0], offsets[::4])
+        assert len(seen) == 1
+
+
+@case
+def ends_that_leave_ids_out_or_have_too_few() -> None:
+    table = slot(Rect(0, 0, 80, 6), (1, 2), kept=-1)
+    ids = torch.arange(80, device=DEVICE)
+    for count, ends, rows in ((80, [35, 70], range(35, 70)), (50, [0, 70], range(50))):
+        table.weight.fill_(1)
+        flagged([table]).clean_read(ids[:count], ends)
+        assert (table.weight == 0).all(1).nonzero().flatten().tolist() == list(rows)
+
+
+@case
+def ends_that_do_not_ascend_do_not_hang() -> None:
+    table = slot(Rect(0, 0, 80, 6), (1, 2))
+    for ends in ([0, 60, 20, 80], [0, 5, 90, 50, 3, 80], [70, 0, 0, 60, 90, 1, 2, 75]):
+        cleaner = flagged([table] * (len(ends) - 1))
+        cleaner.clean_read(torch.arange(80, device=DEVICE), ends)
+
+
+@case
+def only_flagged_rows_are_cleaned() -> None:
+    """By a lookup that names all rows, and without one; two features read the second table."""
+    for by_id in (True, False):
+        tables = [slot(Rect(5, 3, rows, 21), (3, 5)) for rows in (70, 41)]
+        features = [tables[0], None, tables[1], tables[1]]
+        flags = [torch.zeros(one.mask.rect.rows, dtype=torch.uint8) for one in tables]
+        flags = [each.to(DEVICE) for each in flags]
+        cleaner = flagged(features, [flags[0], flags[0], flags[1], flags[1]])
+        # 99 is read as row 0.
+        named = torch.tensor([69, 3, 3, 1, 2, 40, 7, 99], device=DEVICE)
+        cleaner.flag(named, [0, 3, 5, 6, 8])
+        assert flags[0].nonzero().flatten().tolist() == [3, 69]
+        assert flags[1].nonzero().flatten().tolist() == [0, 7, 40]
+        both: list[Feature] = [(tables[0], named[:3]), (tables[1], named[5:])]
+        want = expected(both)
+        if by_id:
+            every = [torch.arange(one.mask.rect.rows) for one in tables]
+            ids = torch.cat([every[0], every[1], every[1]]).to(DEVICE)
+            cleaner.clean_read(ids, [0, 70, 70, 111, 152])
+        else:
+            cleaner.clean()
+        for one, words_wanted in want:
+            assert torch.equal(words(one.weight), words_wanted)
+        assert [int(each.sum()) for each in flags] == [2, 3]
+
+
+@case
+def more_than_2_31_elements_and_bits() -> None:
+    rows = 2**28 + 100
+    weight = zero_pages(rows * 16).view(torch.float16).view(rows, 8)
+    mask = BlockMask(Rect(0, 0, rows, 8), (1, 1), zero_pages(rows))
+    mask.__dict__["removes"] = True  # known: asking would read every page
+    near = torch.tensor([3, 50, 99], device=DEVICE)
+    mask.bits[near + 2**28] = 0b1010_0000
+    weight[near + 2**28], weight[near] = 5, 5
+    flags = zero_pages(rows)
+    cleaner = flagged([MaskedShard(weight, mask)], [flags])
+    cleaner.flag(near + 2**28, [0, 3])
+    assert flags[near + 2**28].all() and not flags[near].any()
+    cleaner.clean_read(near + 2**28, [0, 3])
+    assert weight[near + 2**28].tolist() == [[0, 0, 0, 0, 0, 5, 0, 5]] * 3
+    assert (weight[near] == 5).all()
+
+
+def compile_for_cuda() -> None:
+    """Compiles the kernels to machine code, which needs no GPU: the interpreter takes more than the
+    compiler does."""
+    import triton.language as tl
+
+    from dist_sparse.extras.device.row_kernels import Feature, visit_rows
+
+    arguments = {
+        "ids": "*i64",
+        "count": "i32",
+        "ends": "*i32",
+        "stride": "i32",
+        "table": "*i64",
+        "features": "i32",
+    }
+    for ids, shifts, word, steps, marks, by_id in (
+        ("*i64", True, tl.int32, 5, False, True),
+        ("*i32", False, tl.int16, 0, False, True),
+        ("*i64", True, tl.int32, 5, True, True),
+        ("*i64", True, tl.int32, 2, False, False),
+    ):
+        constants = {
+            "FIELDS": len(Feature._fields),
+            "STEPS": steps,
+            "SHIFTS": shifts,
+            "WORD": word,
+            "IDS": 1024 if marks else 32,
+            "COLS": 1 if marks else 32,
+            "MARKS": marks,
+            "BY_ID": by_id,
+        }
+        compile_one(visit_rows, {**arguments, "ids": ids}, constants)
+
+
+def compile_mask_updates() -> None:
+    """The kernels of mask updates: of 1 x 4 blocks, of rows, by each kind of totals, and of held or
+    listed scores."""
+    import triton.language as tl
+
+    from dist_sparse.extras.device import kernels
+
+    jobs = {"jobs": "*i64"}
+    by: dict[str, dict[str, Any]] = {
+        "": {},
+        "sums": {"totals": torch.float32},
+        "sums of elements": {"totals": torch.float32, "of_elements": True},
+        "counts": {"totals": torch.int32, "weights": False},
+        "decayed counts": {"totals": torch.float64, "weights": False},
+    }
+    names = ("BUCKETS", "LISTED", "HOLDS", "LISTS", "PACKS")
+    for width, blocks, known, does in (
+        (4, 512, "", {"BUCKETS": 2048}),
+        (4, 512, "", {"BUCKETS": 1024, "LISTS": True, "PACKS": True}),
+        (4, 512, "sums", {"BUCKETS": 1024, "LISTS": True, "PACKS": True}),
+        (4, 512, "sums of elements", {"BUCKETS": 2048}),
+        (1, 2048, "sums", {"BUCKETS": 2048}),
+        (128, 128, "", {"BUCKETS": 2048, "HOLDS": True}),
+        (128, 128, "sums", {"BUCKETS": 2048, "HOLDS": True}),
+        (128, 128, "sums of elements", {"BUCKETS": 2048, "HOLDS": True}),
+        (128, 128, "counts", {"BUCKETS": 2048, "HOLDS": True}),
+        (128, 128, "decayed counts", {"BUCKETS": 2048, "HOLDS": True}),
+        (0, 2048, "", {"BUCKETS": 1024, "LISTED": True}),
+        (0, 2048, "", {"LISTS": True, "LISTED": True}),
+        (0, 2048, "", {"PACKS": True, "LISTED": True}),
+        (0, 2048, "", {"PACKS": True}),
+    ):
+        scoring = kernels.Scoring(torch.float32, width, **by[known])
+        constants: dict[str, Any] = dict.fromkeys(names, False) | scoring.constants() | does
+        constants |= {"BUCKETS": does.get("BUCKETS", 0), "FIELDS": len(kernels.Job._fields)}
+        constants |= {"BLOCKS": blocks, "LANES": min(max(1, width), 16)}
+        compile_one(kernels.sweep_kernel, {**jobs, "counts": "*i64"}, constants)
+    for changed in (False, True):
+        constants = {"FIELDS": len(kernels.Pruning._fields), "WORD": tl.int32, "WIDTH": 4}
+        constants |= {"BLOCKS": 512, "LANES": 4, "CHANGED": changed}
+        compile_one(kernels.prune_kernel, jobs, constants)
+
+
+def compile_one(kernel: Any, arguments: dict[str, str], constants: dict[str, Any]) -> None:
+    """Compile a kernel for an A100, an H100, and two newer GPUs. No product is added before it is
+    rounded, as on a CPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    for capability in (80, 90, 100, 120):
+        target, options = GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False}
+        binary = triton.compile(source, target=target, options=options)
+        assert ".global" in binary.asm["ptx"] and binary.asm["cubin"]
+        assert "fma.rn.f64" not in binary.asm["ptx"]
+
+
+COMPILED = {each.__name__: each for each in (compile_for_cuda, compile_mask_updates)}
+
+
+def main(device: str) -> None:
+    global DEVICE
+    DEVICE = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    for name, function in (COMPILED if device == "compiler" else CASES).items():
+        torch.manual_seed(0)
+        error = ""
+        try:
+            function()
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps([name, error]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

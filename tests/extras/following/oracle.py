@@ -1,0 +1,121 @@
+"""Following tables as loops over Python numbers: what :class:`dist_sparse.extras.following.FollowingTables` must
+do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dist_sparse.compaction.tables import initial_rows
+
+__all__ = ["Oracle"]
+
+MOST = 1 << 30
+
+
+class Oracle:
+    """One following table: ids, counts, slots, and the row in each slot.
+
+    Args:
+        ahead: batches that a pipeline has translated when an update comes.
+        candidates: ids that have a count after an update; None: all.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        slots: int,
+        *,
+        every: int,
+        admit_after: int = 1,
+        decay: float = 1.0,
+        protected: Sequence[int] = (),
+        ahead: int = 0,
+        candidates: int | None = None,
+    ) -> None:
+        self.rows, self.slots, self.every = rows, slots, every
+        self.admit_after, self.decay, self.protected = admit_after, decay, set(protected)
+        self.ahead, self.steps, self.age, self.moved = ahead, 0, 0, 0
+        self.candidates = candidates
+        self.counts: defaultdict[int, int] = defaultdict(int)
+        self.id_of_slot = [-1] * slots
+        self.written: list[tuple[int, int]] = []
+        self.admits_at: int | None = None
+
+    @property
+    def weight(self) -> int:
+        return 1 if self.decay == 1 else round(16 * self.decay**-self.age)
+
+    def slot(self, number: int) -> int:
+        return self.id_of_slot.index(number) if number in self.id_of_slot else -1
+
+    def look_up(self, ids: Sequence[int]) -> list[int]:
+        """Count ids as they are looked up; return their slots."""
+        for number in ids:
+            self.counts[number] = min(MOST, self.counts[number] + self.weight)
+        return [self.slot(number) for number in ids]
+
+    def step(self) -> None:
+        self.written = []
+        self.steps += 1
+        if self.admits_at == self.steps:
+            self.admit()
+        if self.steps % self.every:
+            return
+        hottest = sorted(self.counts.items(), key=lambda each: (-each[1], each[0]))
+        self.counts = defaultdict(int, hottest[: self.candidates])
+        holders = {number for number in self.id_of_slot if number >= 0}
+        able = [
+            number
+            for number in sorted({*self.counts, *holders, *self.protected})
+            if number in holders
+            or number in self.protected
+            or self.counts[number] >= self.admit_after * self.weight
+        ]
+        able.sort(
+            key=lambda number: (
+                number not in self.protected,
+                -self.counts[number] if number not in self.protected else 0,
+                number not in holders if number not in self.protected else 0,
+                number,
+            )
+        )
+        winners = set(able[: self.slots])
+        for slot, number in enumerate(self.id_of_slot):
+            if number >= 0 and number not in winners:
+                self.id_of_slot[slot] = -1
+        free = [slot for slot, number in enumerate(self.id_of_slot) if number == -1]
+        coming = sorted(winners - holders)
+        for slot, number in zip(free, coming, strict=False):
+            self.id_of_slot[slot] = -2 - number
+        self.moved += len(coming)
+        if self.decay < 1 and self.weight >= 256:
+            for number, count in self.counts.items():
+                self.counts[number] = count * 16 // self.weight
+            self.age = 1
+        else:
+            self.age += 1
+        self.admits_at = self.steps + self.ahead
+        if not self.ahead:
+            self.admit()
+
+    def admit(self) -> None:
+        self.admits_at = None
+        for slot, number in enumerate(self.id_of_slot):
+            if number < -1:
+                self.id_of_slot[slot] = -2 - number
+                self.written.append((slot, -2 - number))
+
+
+def initial(table: str, number: int, dim: int, rows: int, seed: int = 0) -> Tensor:
+    """The row that an id starts from, as TorchRec draws it for a table of ``rows`` ids."""
+    bound = rows**-0.5
+    return initial_rows(seed, table, torch.tensor([number]), range(dim), (-bound, bound))[0]
+
+
+def holders(state: Mapping[str, Tensor], table: str) -> list[int]:
+    """Who holds each slot, from a model's state."""
+    return next(value for key, value in state.items() if f"indexes.{table}.id_of" in key).tolist()

@@ -1,0 +1,170 @@
+"""The index, the counts and the selection of following tables, against loops."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from dist_sparse.extras.following import FollowingTables, following
+from dist_sparse.extras.following.selection import MOST, LookupCounts, Weight, select_winners
+from dist_sparse.extras.following.slotted import SlotIndex
+from dist_sparse.groups import group_over
+
+
+def test_index_follows_its_state() -> None:
+    choose = random.Random(0)
+    index, held = SlotIndex(70, 6), dict[int, int]()
+    for _ in range(30):
+        leaving = sorted(choose.sample(sorted(held), choose.randint(0, len(held))))
+        free = sorted(set(range(6)) - {held[number] for number in held if number not in leaving})
+        others = [number for number in range(70) if number not in held]
+        coming = sorted(choose.sample(others, choose.randint(0, len(free))))
+        index.hand_over(
+            torch.tensor(leaving, dtype=torch.int64), torch.tensor(coming, dtype=torch.int64)
+        )
+        held = {number: slot for number, slot in held.items() if number not in leaving}
+        expected = torch.tensor([held.get(number, -1) for number in range(70)])
+        assert torch.equal(index(torch.arange(70)).long(), expected)
+        held |= dict(zip(coming, free, strict=False))
+        assert [each.tolist() for each in index.admit()] == [coming, free[: len(coming)]]
+        expected = torch.tensor([held.get(number, -1) for number in range(70)])
+        assert torch.equal(index(torch.arange(70)).long(), expected)
+        assert index.holders()[0].tolist() == sorted(held)
+        assert index(torch.tensor([[-1, 70, 3]])).tolist() == [[-2, -2, int(expected[3])]]
+        # A load writes into the state, or puts another in its place.
+        other = SlotIndex(70, 6)
+        other.load_state_dict(index.state_dict())
+        assert torch.equal(other(torch.arange(70)), index(torch.arange(70)))
+
+
+def test_a_copy_follows_its_own_state() -> None:
+    """The version of a copied tensor begins anew, and loads may bring it where the other was."""
+    ids, loaded = torch.tensor([2, 7, 8]), torch.tensor([7, 8, 1], dtype=torch.int32)
+    for loads in range(1, 4):
+        index = SlotIndex(100, 3, torch.tensor([2, 5, 9]))
+        for _ in range(loads):
+            index.load_state_dict(index.state_dict())
+        index(ids)
+        other = copy.deepcopy(index)
+        for _ in range(loads):
+            other.load_state_dict({"id_of_slot": loaded})
+            assert other(ids).tolist() == [-1, 0, 1]
+
+
+def test_index_of_hashed_ids() -> None:
+    """Equal in their low 32 bits, out of range, and given as int32."""
+    ids = torch.tensor([5, 2**32 + 5, 2**39, 2**40 - 1])
+    index = SlotIndex(2**40, 6, ids[1:])
+    assert index(ids).tolist() == [-1, 0, 1, 2]
+    assert index(torch.tensor([2**40, -1, 2**62])).tolist() == [-2, -2, -2]
+    assert index(torch.tensor([5, -3], dtype=torch.int32)).tolist() == [-1, -2]
+    index.hand_over(ids[1:2], ids[:1])
+    assert index.id_of_slot.tolist() == [-7, 2**39, 2**40 - 1, -1, -1, -1]
+    assert [each.tolist() for each in index.admit()] == [[5], [0]]
+    small = SlotIndex(10, 4, torch.tensor([5]))
+    assert small(ids[:2]).tolist() == [0, -2]
+    with pytest.raises(ValueError, match=r"Invalid num_embeddings=9223372036854775808: .* \[1, "):
+        SlotIndex(2**63, 6)
+
+
+def test_bytes_an_id() -> None:
+    """4 for the count, which one rank has, and the index, which every rank has: below 4.5 on four
+    ranks where the table stores a hundredth of its rows."""
+    rows, slots = 100_000_000, 1_000_000
+    holders = torch.arange(slots) * (rows // slots)
+    index = SlotIndex(rows, slots, holders)
+    assert 4 + 4 * index.nbytes / rows < 4.5
+    index.hand_over(holders[::2], holders[::2] + 1)
+    index.admit()
+    assert 4 + 4 * index.nbytes / rows < 4.5
+    assert LookupCounts(0, 100).counts.nbytes == 4 * 100
+    # The worst number of slots for the hash table: one more than a power of two.
+    most = SlotIndex(rows, 2**16 + 1, torch.arange(2**16 + 1)).nbytes
+    assert most <= 16 * (2**16 + 1) + 1000
+
+
+def test_arguments_of_another_type() -> None:
+    meta = torch.device("meta")
+    item = EmbeddingBagConfig(name="item", num_embeddings=50, embedding_dim=8, feature_names=["id"])
+    wrong: Any
+    for wrong in (None, {}):
+        with pytest.raises(ValueError, match=r"Invalid model of type \w+: must be a torch"):
+            following(wrong, {"item": 3})
+        with pytest.raises(ValueError, match=r"Invalid model of type \w+: must be a torch"):
+            FollowingTables(wrong)
+    for wrong in (3, ["item"], {}, {"user": 3}):
+        with pytest.raises(ValueError, match=r"Invalid rows=.*: the collection has the tables"):
+            following(EmbeddingBagCollection([item], device=meta), wrong)
+    bags = following(EmbeddingBagCollection([item], device=meta), {"item": np.int64(5)})
+    wrong = ["item"]
+    with pytest.raises(ValueError, match="Invalid protect_ids of type list: must be a dict"):
+        FollowingTables(bags, protect_ids=wrong)
+
+
+def test_selection_is_a_sort() -> None:
+    choose = random.Random(0)
+    for _ in range(200):
+        contests, expected = [], []
+        for _ in range(choose.randint(1, 3)):
+            size, slots = choose.randint(0, 20), choose.randint(1, 12)
+            ids = sorted(choose.sample(range(100), size))
+            keys = [choose.choice([0, 1, 2, 7, 2**20, 2**31 + 1, 2**31 + 2]) for _ in ids]
+            order = sorted(range(size), key=lambda at: (-keys[at], ids[at]))[:slots]
+            contests.append((slots, torch.tensor(keys, dtype=torch.int64)))
+            expected.append([at in order for at in range(size)])
+        assert [
+            each.tolist() for each in select_winners(*zip(*contests, strict=True), group_over(None))
+        ] == expected
+
+
+def test_counts_stop_and_divide() -> None:
+    owned = LookupCounts(5, 9)
+    owned.add(torch.tensor([5, 8]), torch.tensor([2**40, 3]), weight=256)
+    assert owned.counts.tolist() == [MOST, 0, 0, 768]
+    assert owned.looked_up(1).tolist() == [5, 8]
+    owned.begin_interval()
+    assert owned.looked_up(0).tolist() == []
+    owned.divide(256)
+    assert owned.of(torch.tensor([5, 8])).tolist() == [MOST // 16, 48]
+
+
+def test_weight_of_lookups_is_the_decay() -> None:
+    weight, total, exact = Weight(0.8), 0.0, 0.0
+    for _ in range(40):
+        total += weight.now
+        divisor = weight.next()
+        total = total if divisor is None else total * 16 // divisor
+        exact = (exact + 1) * 0.8
+    # In lookups of the time that begins.
+    assert total / weight.now == pytest.approx(exact, rel=0.02)
+
+
+def test_hash_table_is_built_by_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update builds it once, when it admits ids; no lookup after it does, nor one between."""
+    index = SlotIndex(70, 4, torch.tensor([2, 5, 9]))
+    index(torch.tensor([2]))
+    built: list[Any] = []
+    monkeypatch.setattr(torch, "bincount", _recorded(torch.bincount, built))
+    index.hand_over(torch.tensor([5]), torch.tensor([7, 8]))
+    assert index(torch.tensor([2, 5, 7, 8, 9])).tolist() == [0, -1, -1, -1, 2]
+    assert not built
+    index.admit()
+    assert len(built) == 1
+    assert index(torch.tensor([2, 5, 7, 8, 9])).tolist() == [0, -1, 1, 3, 2]
+    index.admit()
+    index(torch.tensor([2]))
+    assert len(built) == 1
+
+
+def _recorded(function: Any, calls: list[Any]) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
+        calls.append(args)
+        return function(*args, **named)
+
+    return call

@@ -1,0 +1,70 @@
+"""Counts of lookups as a record: of a folder, and of any batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dist_sparse
+from dist_sparse import LookupCounts, count_lookups, remove_untouched
+from dist_sparse.remove import RemovedRows
+
+ROWS = 100
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Counts of a table, as they were saved."""
+    counts = LookupCounts({"weight": torch.arange(ROWS) % 3}, batches=1)
+    counts.save(tmp_path / "counts")
+    return tmp_path / "counts"
+
+
+def use(record: Path | str) -> RemovedRows:
+    return remove_untouched(nn.EmbeddingBag(ROWS, 8), record=record, trust_record=True)
+
+
+class TestFolders:
+    def test_what_was_saved_is_a_record(self, folder: Path) -> None:
+        assert use(folder).removed == {"weight": 34}
+
+    def test_no_folder(self, tmp_path: Path) -> None:
+        """Nor a file, nor another folder."""
+        (tmp_path / "file").write_text("")
+        for missing in ("nowhere", "file", "."):
+            with pytest.raises(ValueError, match=r"holds no lookup counts: it must be a folder"):
+                use(str(tmp_path / missing))
+
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (lambda folder: (folder / "0.int64").unlink(), "0.int64 is missing"),
+            (lambda folder: (folder / "0.int64").write_bytes(b"12"), "0.int64 does not fit"),
+            (lambda folder: (folder / "counts.json").write_text("{}"), "CRC32 does not fit"),
+            (lambda folder: (folder / "counts.json").write_bytes(b"\xff\xfe"), "'utf-8'"),
+        ],
+    )
+    def test_damage(self, folder: Path, damage: Callable[[Path], object], message: str) -> None:
+        damage(folder)
+        with pytest.raises(ValueError, match=rf"counts\.json is refused: .*{message}"):
+            use(folder)
+
+
+def test_a_record_and_an_optimizer_are_refused() -> None:
+    """The optimizer would be ignored."""
+    model = nn.EmbeddingBag(ROWS, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    record = {"weight": torch.ones(ROWS, dtype=torch.int64)}
+    with pytest.raises(ValueError, match="Invalid optimizer: the lookups of record= tell"):
+        remove_untouched(model, optimizer, record=record)
+
+
+def test_errors_name_the_function_where_it_can_be_called() -> None:
+    model = nn.EmbeddingBag(ROWS, 8)
+    with pytest.raises(ValueError, match=r"record=dist_sparse\.count_lookups\(batches, model\)"):
+        remove_untouched(model)
+    assert dist_sparse.count_lookups is count_lookups

@@ -1,0 +1,63 @@
+"""The core works without its extras, and each extra without the others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from pkgutil import iter_modules
+
+import pytest
+
+from dist_sparse import extras
+
+ROOT = Path(__file__).parents[1]
+NAMES = [module.name for module in iter_modules(extras.__path__)]
+FOLDERS = ("dist_sparse", "launch", "tests", "examples", "benchmarks", "docs", "requirements")
+FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")
+
+# What meets extras most: the command line, plans, training, exports and compact models.
+CORE = ["cli", "planning", "training", "serving/test_export.py", "compaction/test_compact.py"]
+
+
+def copy_without(folder: Path, *deleted: str) -> Path:
+    """Copy the checkout without some extras and their tests."""
+    for name in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in FILES:
+        shutil.copy(ROOT / name, folder)
+    for name in deleted:
+        shutil.rmtree(folder / "dist_sparse" / "extras" / name)
+        shutil.rmtree(folder / "tests" / "extras" / name, ignore_errors=True)
+    return folder
+
+
+def run(folder: Path, *command: str) -> None:
+    """Run a command of Python in a copy, and show what it prints if it fails."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_all_modules_and_tests_import_without_one_extra(name: str, tmp_path: Path) -> None:
+    copy = copy_without(tmp_path / "copy", name)
+    run(copy, "-m", "pytest", "-q", "--collect-only", "tests")
+
+
+@pytest.mark.slow
+def test_the_core_works_without_extras(tmp_path: Path) -> None:
+    copy = copy_without(tmp_path / "copy", *NAMES)
+    run(copy, "-m", "mypy", "--strict", "dist_sparse", "launch")
+    tests = [f"tests/{name}" for name in CORE]
+    run(copy, "-m", "pytest", "-q", "-m", "not slow", *tests)
