@@ -473,14 +473,10 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
         raise ValueError("its CRC32 does not fit: it is damaged, was edited, or is another file")
     entries: dict[str, Any] = json.loads(body + _END)
     found, number = entries.get("format"), entries.get("version")
-    refuse(
-        {
-            f"its format is {found!r}, not {form!r}": found != form,
-            f"version {number!r} is not {version}, the one that this release reads": (
-                number != version
-            ),
-        }
-    )
+    if found != form:
+        raise ValueError(f"its format is {found!r}, not {form!r}")
+    if number != version:
+        raise ValueError(f"version {number!r} is not {version}, the one that this release reads")
     return entries
 
 

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from dist_sparse.checks import hex_of, integer, refuse, refusing, sealed, sync_folder, unsealed
+from dist_sparse.checks import hex_of, integer, refusing, sealed, sync_folder, unsealed
 from dist_sparse.messages import cut
 from dist_sparse.tables.chunked import ChunkedTensor
 
@@ -107,18 +107,17 @@ class Folders:
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        refuse({f"Invalid {root=}: must be a path.": not isinstance(root, (str, os.PathLike))})
+        if not isinstance(root, (str, os.PathLike)):
+            raise ValueError(f"Invalid {root=}: must be a path.")
         # An address of this machine is a path: files are flushed there, and links not followed.
         given = os.fspath(root).removeprefix("file://").removeprefix("local://")
         # Pathlib makes one slash of two: the address would be a folder of this machine.
         is_path = re.match(r"[a-z][a-z0-9+]+:/(?!/)", given)
         invalid = f"Invalid root={given!r}: "
-        refuse(
-            {
-                f"{invalid}pass an address as a string, not as a Path.": is_path,
-                f"{invalid}must be a folder, and is a file.": os.path.isfile(given),
-            }
-        )
+        if is_path:
+            raise ValueError(f"{invalid}pass an address as a string, not as a Path.")
+        if os.path.isfile(given):
+            raise ValueError(f"{invalid}must be a folder, and is a file.")
         self.local = "://" not in given
         self.root = os.path.abspath(given)
         self.files: Any = filesystem.FileSystem()
@@ -496,12 +495,10 @@ def check_saved(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> None:
         # Chunks of one save never overlap, so that their number of elements shows a hole.
         elements = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
         holes = f"{key!r} has holes: its saved pieces do not cover the shape {tuple(saved.size)}"
-        refuse(
-            {
-                f"{key!r} was saved with {before}, and is of {now} now.": before != now,
-                f"{holes} once.": elements != math.prod(saved.size),
-            }
-        )
+        if before != now:
+            raise ValueError(f"{key!r} was saved with {before}, and is of {now} now.")
+        if elements != math.prod(saved.size):
+            raise ValueError(f"{holes} once.")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from dist_sparse.checks import choice, integer, refuse
+from dist_sparse.checks import choice, integer
 from dist_sparse.compaction.moving import kept_rows
 from dist_sparse.compaction.replacing import Change, Planner, Site, rebuild_of, sites_of
 from dist_sparse.enforcer.enforcer import MaskEnforcer, refuse_masked
@@ -116,7 +116,8 @@ def compact(
         sparsifier = sparsifier_of(sparse)
         masks = sparsifier.masks
         plain = masks.plain.names
-        refuse({f"Plain data can't be compacted: {plain} are no tables of a model.": plain})
+        if plain:
+            raise ValueError(f"Plain data can't be compacted: {plain} are no tables of a model.")
         if optimizer is None:
             # An attached enforcer knows the optimizers.
             optimizer = getattr(masks.enforcer, "optimizers", None)
@@ -134,7 +135,8 @@ def compact(
         # Widths are rounded up to a multiple of 4, so removed columns may stay: they must be zeros.
         masks.hooks.settle()
         losing = {name for name, blocks in gone.items() if blocks}
-        refuse({"Nothing is removed yet, so there is nothing to compact.": not losing})
+        if not losing:
+            raise ValueError("Nothing is removed yet, so there is nothing to compact.")
         widths = _widths(sparsifier, located, gone)
         changes = _plan_changes(model, sparsifier, located, losing, widths, kept)
         rebuild.refuse([change.site for change in changes], bool(widths), default_row)
@@ -349,7 +351,8 @@ def expand(
         sites = [site for site in sites_of(model) if site.indexes()]
         facts.update(rebuild.facts, initial=initial, seed=seed)
         facts["tables"] = [site.label for site in sites]
-        refuse({"No table of this model has lost rows, so there is nothing to expand.": not sites})
+        if not sites:
+            raise ValueError("No table of this model has lost rows, so there is nothing to expand.")
         rebuild.refuse(sites)
         changes = [_expansion(site, draws) for site in sites]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dist_sparse.checks import choice, refuse
+from dist_sparse.checks import choice
 from dist_sparse.enforcer import Clock, Hook, Hooks, Wrapped, timed
 from dist_sparse.enforcer.dense import (
     DenseWeights,
@@ -175,16 +175,12 @@ class MaskEnforcer(Enforcer):
     def attach_to(self, walked: Walked, optimizers: Sequence[Any]) -> MaskEnforcer:
         """:meth:`attach` for a caller that has walked the models just now."""
         masks = self._sparsifier.masks
-        refuse(
-            {
-                "An enforcer is attached to this sparsifier: call its detach() first.": (
-                    masks.enforcer is not None
-                ),
-                "Nothing is registered yet: call add_model() or add_data() before attach().": (
-                    not self._sparsifier.data_groups
-                ),
-            }
-        )
+        if masks.enforcer is not None:
+            raise ValueError("An enforcer is attached to this sparsifier: call its detach() first.")
+        if not self._sparsifier.data_groups:
+            raise ValueError(
+                "Nothing is registered yet: call add_model() or add_data() before attach()."
+            )
         try:
             # _attach_hooks() reads them; on an error the enforcer is as detached as before.
             self.optimizers = tuple(tree_leaves(optimizers))

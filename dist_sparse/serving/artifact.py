@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dist_sparse.checks import hex_of, refuse, refusing, sync_folder
+from dist_sparse.checks import hex_of, refusing, sync_folder
 from dist_sparse.compaction.row_index import REMOVED, RowIndex
 from dist_sparse.masking.masks import count_bits, unpack
 from dist_sparse.serving.encodings import Tensors, chunks
@@ -167,7 +167,10 @@ def manifest_text(folder: Path) -> bytes:
     file = folder / MANIFEST
     unfinished = f"{folder} is an unfinished export: delete it, and export again."
     missing = f"{folder} holds no artifact: there is no {MANIFEST}."
-    refuse({unfinished: folder.name.endswith(PARTIAL), missing: not file.is_file()})
+    if folder.name.endswith(PARTIAL):
+        raise ValueError(unfinished)
+    if not file.is_file():
+        raise ValueError(missing)
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{file} is refused: it has more than {_MOST_BYTES} bytes.")
     return file.read_bytes()
@@ -301,7 +304,10 @@ def check_new(path: StrPath) -> Path:
     # lexists() is true for a broken link too.
     taken = f"{invalid}: it exists already; an artifact is never overwritten."
     partial = f"{invalid}: names of unfinished exports end in {PARTIAL!r}."
-    refuse({taken: os.path.lexists(target), partial: target.name.endswith(PARTIAL)})
+    if os.path.lexists(target):
+        raise ValueError(taken)
+    if target.name.endswith(PARTIAL):
+        raise ValueError(partial)
     return target
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 import dist_sparse
-from dist_sparse.checks import choice, refuse
+from dist_sparse.checks import choice
 from dist_sparse.groups import Group, world_group
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
@@ -248,9 +248,10 @@ def _check_dtype(dtype: Any, scale: Any, coded: object) -> tuple[Dtype, Scale]:
     by: Any = choice("scale", scale, ("row", "column"))
     by_column = f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone."
     no_codes = "Invalid sparse with dtype='codes': must be what quantize() returned."
-    refuse(
-        {by_column: by == "column" and chosen != "int4", no_codes: chosen == "codes" and not coded}
-    )
+    if by == "column" and chosen != "int4":
+        raise ValueError(by_column)
+    if chosen == "codes" and not coded:
+        raise ValueError(no_codes)
     return chosen, by
 
 

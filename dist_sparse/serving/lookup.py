@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import refuse
 from dist_sparse.compaction.row_index import RowIndex, RowIndexes, check_ids
 from dist_sparse.serving.books import ENTRIES, gather_entries
 from dist_sparse.serving.encodings import Tensors, books_of, decode
@@ -434,7 +433,8 @@ def to_torchrec(
         rows = _stored_rows(tables[name], name, keys[name], zeros=1)
         # TorchRec reads the scale and bias behind a row as float16.
         odd = f"Table {name!r}: to_torchrec() needs rows of an even number of bytes."
-        refuse({odd: rows.rows.shape[1] % 2})
+        if rows.rows.shape[1] % 2:
+            raise ValueError(odd)
         stored.append(rows)
     zeros = [tables[name].entry.stored for name in collection.looked_up]
     rule = weights_rule(collection, tables)
@@ -502,7 +502,10 @@ def _stored_rows(table: StoredTable, name: str, features: Sequence[str], zeros: 
     )
     odd = f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even."
     dtype = "fp16" if table.has_books else entry.dtype
-    refuse({rotated: entry.turned, odd: dtype == "int4" and entry.dim % 2})
+    if entry.turned:
+        raise ValueError(rotated)
+    if dtype == "int4" and entry.dim % 2:
+        raise ValueError(odd)
     rows = {key: part.cpu() for key, part in table.rows.items()}
     if table.has_books:
         rows = {"rows": decode({**table.whole, **rows}, entry.dim).half()}

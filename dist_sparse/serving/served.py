@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import choice, refuse
+from dist_sparse.checks import choice
 from dist_sparse.compaction.row_index import (
     REMOVED,
     UNKNOWN,
@@ -647,7 +647,8 @@ def load_served(
         raise ValueError(f"Invalid count={count!r}: must be True or False.")
     fbgemm = fbgemm and kernels.available()
     folders = folders_of("path", path)
-    refuse({f"Invalid path={path!r}: must name the folder of an artifact first.": not folders})
+    if not folders:
+        raise ValueError(f"Invalid path={path!r}: must name the folder of an artifact first.")
     artifact: Opened[Manifest] = open_artifact(folders[0])
     collections = {}
     deltas = Deltas(len(artifact.manifest.collections))

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import refuse
 from dist_sparse.groups import weights_are_on, world_group
 from dist_sparse.masking.device import finish
 from dist_sparse.records import TableStats
@@ -460,7 +459,10 @@ class BaseDataSparsifier(MaskUpdater):
                 " that train: detach() the enforcer, load, add_data() the tensors again, attach()."
             )
             taken = f"The state has plain data of the names {both}, sharded tables here."
-            refuse({trains: plain and self.masks.enforcer is not None, taken: both})
+            if plain and self.masks.enforcer is not None:
+                raise ValueError(trains)
+            if both:
+                raise ValueError(taken)
             commit_dense = dense.prepare(saved, configs, strict=strict)
             located = packed.locate()
             # If not strict, tables that are registered stay as they are.
@@ -560,7 +562,10 @@ class BaseDataSparsifier(MaskUpdater):
         foreign = sorted({"mask", "parametrization"} & set(config))
         known = f"Name {name!r} is registered already; sharded data can't be replaced."
         for_plain = f"Invalid config of {name!r}: {foreign} are for plain data."
-        refuse({known: name in self.data_groups, for_plain: foreign})
+        if name in self.data_groups:
+            raise ValueError(known)
+        if foreign:
+            raise ValueError(for_plain)
         source = TensorSource(name, data)
         _, register = self._checked(source, source.locate(), {name: config})
         register()
@@ -611,7 +616,10 @@ def _overrides(
             f" {sorted(defaults)}. Map keys to values, or globs to such mappings."
         )
         no_match = f"Invalid config: {glob!r} matches no table; there are {list(given)}."
-        refuse({wrong_keys: unknown, no_match: not matching})
+        if unknown:
+            raise ValueError(wrong_keys)
+        if not matching:
+            raise ValueError(no_match)
         for data in matching:
             given[data.name] |= copy.deepcopy(dict(overrides))
     return given

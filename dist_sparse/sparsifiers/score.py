@@ -500,7 +500,10 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
         f" {block} does not divide {data.shape}."
     )
     is_cut = data.shape[0] % block[0] or data.shape[1] % block[1]
-    refuse({plain: data.sharding == "plain", edges: is_cut})
+    if data.sharding == "plain":
+        raise ValueError(plain)
+    if is_cut:
+        raise ValueError(edges)
 
 
 def _shape_of(block: Any) -> Any:

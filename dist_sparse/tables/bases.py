@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from dist_sparse.checks import refuse
 from dist_sparse.tables.modules import loaded_torchrec
 
 # `"table"`: each table by itself. Otherwise groups of names.
@@ -57,12 +56,10 @@ def rotation_groups(
         raise ValueError(f'{wrong} must be "table", or groups of names such as [["user", "item"]].')
     named = [*map(str, chain(*groups))]
     unknown = sorted(set(named).difference(known))
-    refuse(
-        {
-            f"{wrong} {unknown} are none of the tables {known}.": unknown,
-            f"{wrong} each name must be in one group only.": len(set(named)) < len(named),
-        }
-    )
+    if unknown:
+        raise ValueError(f"{wrong} {unknown} are none of the tables {known}.")
+    if len(set(named)) < len(named):
+        raise ValueError(f"{wrong} each name must be in one group only.")
     return [list(map(str, group)) for group in groups]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from dist_sparse.checks import name_list, refuse
+from dist_sparse.checks import name_list
 from dist_sparse.groups import several
 from dist_sparse.tables.protocols import Collection as TableCollection
 from dist_sparse.tables.protocols import TableBatch, TorchRecPort
@@ -228,15 +228,13 @@ class ModelTables:
         # A pattern that excludes only parameters that were not selected is a mistake.
         for name in _matching("exclude", self._exclude, tables | chosen, "tables"):
             chosen.pop(name, None)
-        refuse(
-            {
-                f"include and exclude leave none of the tables {_list_names(tables)}.": (
-                    tables and not chosen
-                ),
+        if tables and not chosen:
+            raise ValueError(f"include and exclude leave none of the tables {_list_names(tables)}.")
+        if not chosen:
+            raise ValueError(
                 f"{type(self.model).__name__} holds no tables: no TorchRec collection,"
-                " nn.Embedding(Bag). Other parameters are selected by dense=.": not chosen,
-            }
-        )
+                " nn.Embedding(Bag). Other parameters are selected by dense=."
+            )
         return chosen
 
 

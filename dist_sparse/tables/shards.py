@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import integer, refuse
+from dist_sparse.checks import integer
 
 # TorchRec's compute kernel for tables in unified memory whose rows are cached on the device.
 CACHED = "fused_uvm_caching"
@@ -298,13 +298,10 @@ def check_writable(data: ShardedData) -> None:
     start, end = f"Table {data.name!r}: its weights are a", "which can't be zeroed in place."
     for _, weights in data.shards:
         check_memory(data.name, weights)
-        refuse(
-            {
-                f"{start} negated view, {end}": weights.is_neg(),
-                # Torch refuses in-place writes to it outside inference mode.
-                f"{start} tensor made in inference mode, {end}": weights.is_inference(),
-            }
-        )
+        if weights.is_neg():
+            raise ValueError(f"{start} negated view, {end}")
+        if weights.is_inference():
+            raise ValueError(f"{start} tensor made in inference mode, {end}")
 
 
 def check_cached(data: ShardedData, block: Block) -> Block:

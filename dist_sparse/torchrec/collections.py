@@ -257,15 +257,16 @@ class Kernel:
         configs = self.module._config.embedding_tables
         tables = [config.name for config in configs if config.compute_kernel.value == CACHED]
         start = f"The tables {tables} have the compute kernel {CACHED!r}, and"
-        refuse(
-            {
+        if self._batch.timesteps_prefetched:
+            raise ValueError(
                 f"{start} prefetched rows can't be written back from the cache: use"
-                " TrainPipelineSparseDist, which has none.": self._batch.timesteps_prefetched,
-                # The backward would write to cache slots that hold other rows by then.
+                " TrainPipelineSparseDist, which has none."
+            )
+        if _pending.get(self._batch):
+            raise ValueError(
                 f"{start} a lookup waits for its backward: update masks and read weights after it,"
-                " and free outputs that get none.": _pending.get(self._batch),
-            }
-        )
+                " and free outputs that get none."
+            )
         self._batch.flush()
         self._batch.reset_cache_states()
 

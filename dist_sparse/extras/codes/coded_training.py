@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import digest, integer, number, refuse
+from dist_sparse.checks import digest, integer, number
 from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.extras.codes.decoding import CodedShard, DecodingHooks, divisors
 from dist_sparse.extras.codes.learning import assign, learn_books, refit_books, sample_rows
@@ -424,7 +424,8 @@ def _refuse_masks(
     """Refuse masks of parts of rows, because a decoded row would not be zero there, and masks of
     other sparsifiers, because their removed rows would not be zero."""
     unknown = sorted(set(sparsifier.masks.tables.names).difference(located))
-    refuse({f"Tables {unknown} of sparse are not in this model.": unknown})
+    if unknown:
+        raise ValueError(f"Tables {unknown} of sparse are not in this model.")
     for name in groups:
         weights = [(name, weight) for _, weight in located[name].shards]
         refuse_masked(
@@ -461,10 +462,13 @@ def _refuse_foreign(state: Any, tables: list[str]) -> None:
     wrong = (
         f"Invalid state of codes: must have step, fitted, and mappings with the keys {expected}."
     )
-    refuse({wrong: not isinstance(state, Mapping) or set(state) != {"step", "fitted", *expected}})
+    if not isinstance(state, Mapping) or set(state) != {"step", "fitted", *expected}:
+        raise ValueError(wrong)
     for key, names in expected.items():
-        refuse({wrong: not isinstance(state[key], Mapping) or set(state[key]) != set(names)})
-    refuse({f"Invalid fitted={state['fitted']!r}: must be a bool.": state["fitted"] not in (0, 1)})
+        if not isinstance(state[key], Mapping) or set(state[key]) != set(names):
+            raise ValueError(wrong)
+    if state["fitted"] not in (0, 1):
+        raise ValueError(f"Invalid fitted={state['fitted']!r}: must be a bool.")
 
 
 def _saved_codes(data: ShardedData) -> ChunkedTensor:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import refuse
 from dist_sparse.extras.following.slotted import VACANT
 from dist_sparse.groups import Group
 from dist_sparse.parcels import Parcels
@@ -273,12 +272,10 @@ def _check_counts(
     """Refuse counts from a state that do not belong to the owned ids."""
     lacks = f"Table {table!r}: the state has no counts of the ids [{owner.first}, {owner.last})."
     fits = fits and part.dtype == torch.int32
-    refuse(
-        {
-            f"{lacks} Load a state of other ranks by torch.distributed.checkpoint.": not fits,
-            f"Table {table!r}: the state has invalid counts.": ((part < 0) | (part > MOST)).any(),
-        }
-    )
+    if not fits:
+        raise ValueError(f"{lacks} Load a state of other ranks by torch.distributed.checkpoint.")
+    if ((part < 0) | (part > MOST)).any():
+        raise ValueError(f"Table {table!r}: the state has invalid counts.")
 
 
 # Communication

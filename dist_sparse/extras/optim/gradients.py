@@ -363,7 +363,10 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
     # The base class itself is abstract.
     base = torch.optim.Optimizer
     is_optimizer = isinstance(named, type) and issubclass(named, base) and named is not base
-    refuse({closure: named is torch.optim.LBFGS, unknown: not is_optimizer})
+    if named is torch.optim.LBFGS:
+        raise ValueError(closure)
+    if not is_optimizer:
+        raise ValueError(unknown)
     found: type[torch.optim.Optimizer] = named
     return found
 

@@ -159,7 +159,8 @@ class OptimScheduler(abc.ABC):
         self.data_sparsifier = data_sparsifier
         self.data_scheduler = data_scheduler
         flags = {type(use_amp), type(distributed)}
-        refuse({"use_amp and distributed must be True or False.": flags != {bool}})
+        if flags != {bool}:
+            raise ValueError("use_amp and distributed must be True or False.")
         # The dtype of the forward under autocast.
         self._autocast = amp_dtype if use_amp else None
         # Read once: the model must not be wrapped or sharded after this.
@@ -360,7 +361,10 @@ class OptimScheduler(abc.ABC):
         extra = {"data_sparsifier", "data_scheduler"} - self._sparsity.keys()
         unknown = sorted(saved.keys() & extra, reverse=True)
         wrong = f"The state has {unknown}, which this OptimScheduler was constructed without."
-        refuse({f"The state lacks {missing}; it has {sorted(saved)}.": missing, wrong: unknown})
+        if missing:
+            raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
+        if unknown:
+            raise ValueError(wrong)
         # Optimizer.load_state_dict() assigns new groups and state: a shallow copy is enough.
         loaded = copy.copy(self.optimizer)
         loaded.load_state_dict(saved["optimizer"])
