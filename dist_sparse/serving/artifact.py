@@ -165,12 +165,10 @@ def manifest_text(folder: Path) -> bytes:
         OSError: it can't be read.
     """
     file = folder / MANIFEST
-    unfinished = f"{folder} is an unfinished export: delete it, and export again."
-    missing = f"{folder} holds no artifact: there is no {MANIFEST}."
     if folder.name.endswith(PARTIAL):
-        raise ValueError(unfinished)
+        raise ValueError(f"{folder} is an unfinished export: delete it, and export again.")
     if not file.is_file():
-        raise ValueError(missing)
+        raise ValueError(f"{folder} holds no artifact: there is no {MANIFEST}.")
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{file} is refused: it has more than {_MOST_BYTES} bytes.")
     return file.read_bytes()
@@ -302,12 +300,10 @@ def check_new(path: StrPath) -> Path:
     target = absolute_path("path", path)
     invalid = f"Invalid path={str(path)!r}"
     # lexists() is true for a broken link too.
-    taken = f"{invalid}: it exists already; an artifact is never overwritten."
-    partial = f"{invalid}: names of unfinished exports end in {PARTIAL!r}."
     if os.path.lexists(target):
-        raise ValueError(taken)
+        raise ValueError(f"{invalid}: it exists already; an artifact is never overwritten.")
     if target.name.endswith(PARTIAL):
-        raise ValueError(partial)
+        raise ValueError(f"{invalid}: names of unfinished exports end in {PARTIAL!r}.")
     return target
 
 

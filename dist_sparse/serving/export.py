@@ -246,12 +246,10 @@ def export(
 def _check_dtype(dtype: Any, scale: Any, coded: object) -> tuple[Dtype, Scale]:
     chosen: Any = choice("dtype", dtype, ENCODINGS)
     by: Any = choice("scale", scale, ("row", "column"))
-    by_column = f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone."
-    no_codes = "Invalid sparse with dtype='codes': must be what quantize() returned."
     if by == "column" and chosen != "int4":
-        raise ValueError(by_column)
+        raise ValueError(f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone.")
     if chosen == "codes" and not coded:
-        raise ValueError(no_codes)
+        raise ValueError("Invalid sparse with dtype='codes': must be what quantize() returned.")
     return chosen, by
 
 

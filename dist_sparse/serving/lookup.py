@@ -432,9 +432,10 @@ def to_torchrec(
         # Removed ids and ids out of range read a row of zeros behind the last one.
         rows = _stored_rows(tables[name], name, keys[name], zeros=1)
         # TorchRec reads the scale and bias behind a row as float16.
-        odd = f"Table {name!r}: to_torchrec() needs rows of an even number of bytes."
         if rows.rows.shape[1] % 2:
-            raise ValueError(odd)
+            raise ValueError(
+                f"Table {name!r}: to_torchrec() needs rows of an even number of bytes."
+            )
         stored.append(rows)
     zeros = [tables[name].entry.stored for name in collection.looked_up]
     rule = weights_rule(collection, tables)
@@ -496,16 +497,14 @@ def _stored_rows(table: StoredTable, name: str, features: Sequence[str], zeros: 
     from dist_sparse.torchrec.kernels import StoredRows
 
     entry = table.entry
-    rotated = (
-        f"Table {name!r} was rotated alone, which other libraries can't undo: rotate its group, or"
-        " serve it by dist_sparse."
-    )
-    odd = f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even."
     dtype = "fp16" if table.has_books else entry.dtype
     if entry.turned:
-        raise ValueError(rotated)
+        raise ValueError(
+            f"Table {name!r} was rotated alone, which other libraries can't undo: rotate its group,"
+            " or serve it by dist_sparse."
+        )
     if dtype == "int4" and entry.dim % 2:
-        raise ValueError(odd)
+        raise ValueError(f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even.")
     rows = {key: part.cpu() for key, part in table.rows.items()}
     if table.has_books:
         rows = {"rows": decode({**table.whole, **rows}, entry.dim).half()}

@@ -454,15 +454,15 @@ class BaseDataSparsifier(MaskUpdater):
             configs, saved = saved_configs(state_dict), _whole(state_dict)
             plain = saved["state"].keys()
             both = sorted(plain & {*packed.names})
-            trains = (
-                f"Plain data {sorted(plain)} in the state would replace the tensors"
-                " that train: detach() the enforcer, load, add_data() the tensors again, attach()."
-            )
-            taken = f"The state has plain data of the names {both}, sharded tables here."
             if plain and self.masks.enforcer is not None:
-                raise ValueError(trains)
+                raise ValueError(
+                    f"Plain data {sorted(plain)} in the state would replace the tensors that train:"
+                    " detach() the enforcer, load, add_data() the tensors again, attach()."
+                )
             if both:
-                raise ValueError(taken)
+                raise ValueError(
+                    f"The state has plain data of the names {both}, sharded tables here."
+                )
             commit_dense = dense.prepare(saved, configs, strict=strict)
             located = packed.locate()
             # If not strict, tables that are registered stay as they are.
@@ -560,12 +560,12 @@ class BaseDataSparsifier(MaskUpdater):
 
     def _add_sharded(self, name: str, data: Any, config: dict[str, Any]) -> Tensor:
         foreign = sorted({"mask", "parametrization"} & set(config))
-        known = f"Name {name!r} is registered already; sharded data can't be replaced."
-        for_plain = f"Invalid config of {name!r}: {foreign} are for plain data."
         if name in self.data_groups:
-            raise ValueError(known)
+            raise ValueError(
+                f"Name {name!r} is registered already; sharded data can't be replaced."
+            )
         if foreign:
-            raise ValueError(for_plain)
+            raise ValueError(f"Invalid config of {name!r}: {foreign} are for plain data.")
         source = TensorSource(name, data)
         _, register = self._checked(source, source.locate(), {name: config})
         register()
@@ -611,15 +611,13 @@ def _overrides(
         # In a mapping of both keys and globs, the globs are reported as unknown keys.
         unknown = sorted(set(overrides) - set(defaults))
         matching = [data for data in located if fnmatch.filter([data.name, str(data.fqn)], glob)]
-        wrong_keys = (
-            f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
-            f" {sorted(defaults)}. Map keys to values, or globs to such mappings."
-        )
-        no_match = f"Invalid config: {glob!r} matches no table; there are {list(given)}."
         if unknown:
-            raise ValueError(wrong_keys)
+            raise ValueError(
+                f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
+                f" {sorted(defaults)}. Map keys to values, or globs to such mappings."
+            )
         if not matching:
-            raise ValueError(no_match)
+            raise ValueError(f"Invalid config: {glob!r} matches no table; there are {list(given)}.")
         for data in matching:
             given[data.name] |= copy.deepcopy(dict(overrides))
     return given

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import UNTOUCHED, integer, number, parse_block, refuse
+from dist_sparse.checks import UNTOUCHED, integer, number, parse_block
 from dist_sparse.groups import Facts, Group
 from dist_sparse.masking.block_masks import (
     Goal,
@@ -304,13 +304,19 @@ class ScoreSparsifier(BaseDataSparsifier):
         for goal in goals.values():
             need += goal.k * goal.bytes_per_block
             most += goal.max_blocks * goal.bytes_per_block
-        apart = f"scope='global' needs tables over the same ranks; these are apart: {groups}."
-        too_much = (
-            f"The levels remove {need} bytes, but at most {most} may be removed: each"
-            f" table keeps one block, and its floor in {dict(self.floors)}."
-        )
-        rotated = "scope='global' can't compare rotated columns, which are removed by position."
-        refuse({apart: len(groups) > 1, too_much: need > most, rotated: self.masks.rotation})
+        if len(groups) > 1:
+            raise ValueError(
+                f"scope='global' needs tables over the same ranks; these are apart: {groups}."
+            )
+        if need > most:
+            raise ValueError(
+                f"The levels remove {need} bytes, but at most {most} may be removed: each table"
+                f" keeps one block, and its floor in {dict(self.floors)}."
+            )
+        if self.masks.rotation:
+            raise ValueError(
+                "scope='global' can't compare rotated columns, which are removed by position."
+            )
 
     def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
@@ -493,17 +499,16 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
     Raises:
         ValueError: plain data, or blocks that differ in their bytes.
     """
-    plain = f"Data {data.name!r}: scope='global' is for the tables of models, from add_model()."
-    # A smaller block at the edge would be compared by its mean score, but remove fewer bytes.
-    edges = (
-        f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do;"
-        f" {block} does not divide {data.shape}."
-    )
-    is_cut = data.shape[0] % block[0] or data.shape[1] % block[1]
     if data.sharding == "plain":
-        raise ValueError(plain)
-    if is_cut:
-        raise ValueError(edges)
+        raise ValueError(
+            f"Data {data.name!r}: scope='global' is for the tables of models, from add_model()."
+        )
+    # A smaller block at the edge would be compared by its mean score, but remove fewer bytes.
+    if data.shape[0] % block[0] or data.shape[1] % block[1]:
+        raise ValueError(
+            f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do;"
+            f" {block} does not divide {data.shape}."
+        )
 
 
 def _shape_of(block: Any) -> Any:

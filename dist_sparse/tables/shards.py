@@ -300,6 +300,7 @@ def check_writable(data: ShardedData) -> None:
         check_memory(data.name, weights)
         if weights.is_neg():
             raise ValueError(f"{start} negated view, {end}")
+        # Torch refuses in-place writes to it outside inference mode.
         if weights.is_inference():
             raise ValueError(f"{start} tensor made in inference mode, {end}")
 

@@ -262,6 +262,7 @@ class Kernel:
                 f"{start} prefetched rows can't be written back from the cache: use"
                 " TrainPipelineSparseDist, which has none."
             )
+        # The backward would write to cache slots that hold other rows by then.
         if _pending.get(self._batch):
             raise ValueError(
                 f"{start} a lookup waits for its backward: update masks and read weights after it,"

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.checks import refuse
 from dist_sparse.tables.modules import check_module, is_sharded, modules_by_path, torchrec_port
 from dist_sparse.tables.shards import steps_in_backward
 
@@ -261,15 +260,16 @@ def wiring_of(model: nn.Module) -> Wiring:
                 fused = True
                 if table.compute_kernel == "dense":
                     unfused.append(name)
-    rules = {
-        "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
-        " DistributedDataParallel or DistributedModelParallel.": any(
-            [*fsdp, *map(is_sharded, model.parameters())]
-        ),
-        f"The tables {unfused} are sharded and have a dense kernel, whose gradients are not"
-        " gathered. Give them a fused optimizer, or make them data-parallel.": unfused,
-    }
-    refuse(rules)
+    if fsdp or any(is_sharded(parameter) for parameter in model.parameters()):
+        raise ValueError(
+            "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
+            " DistributedDataParallel or DistributedModelParallel."
+        )
+    if unfused:
+        raise ValueError(
+            f"The tables {unfused} are sharded and have a dense kernel, whose gradients are not"
+            " gathered. Give them a fused optimizer, or make them data-parallel."
+        )
     return Wiring(
         modules=modules,
         hooked=hooked,
@@ -352,21 +352,19 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
             named = getattr(importlib.import_module(path or "torch.optim"), name, None)
         except (ImportError, TypeError) as error:
             raise ValueError(f"{wrong} {error}.") from error
-    closure = (
-        f"{wrong} its step() needs a closure that runs the backward several times; here one"
-        " backward runs, before the step."
-    )
-    unknown = (
-        f"{wrong} must be a name in torch.optim (such as SGD, Adagrad or AdamW) or the dotted path"
-        " of an optimizer."
-    )
     # The base class itself is abstract.
     base = torch.optim.Optimizer
     is_optimizer = isinstance(named, type) and issubclass(named, base) and named is not base
     if named is torch.optim.LBFGS:
-        raise ValueError(closure)
+        raise ValueError(
+            f"{wrong} its step() needs a closure that runs the backward several times; here one"
+            " backward runs, before the step."
+        )
     if not is_optimizer:
-        raise ValueError(unknown)
+        raise ValueError(
+            f"{wrong} must be a name in torch.optim (such as SGD, Adagrad or AdamW) or the dotted"
+            " path of an optimizer."
+        )
     found: type[torch.optim.Optimizer] = named
     return found
 

@@ -360,11 +360,12 @@ class OptimScheduler(abc.ABC):
         missing = sorted({"optimizer", *self._sparsity}.difference(saved))
         extra = {"data_sparsifier", "data_scheduler"} - self._sparsity.keys()
         unknown = sorted(saved.keys() & extra, reverse=True)
-        wrong = f"The state has {unknown}, which this OptimScheduler was constructed without."
         if missing:
             raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
         if unknown:
-            raise ValueError(wrong)
+            raise ValueError(
+                f"The state has {unknown}, which this OptimScheduler was constructed without."
+            )
         # Optimizer.load_state_dict() assigns new groups and state: a shallow copy is enough.
         loaded = copy.copy(self.optimizer)
         loaded.load_state_dict(saved["optimizer"])
@@ -538,17 +539,17 @@ class OptimScheduler(abc.ABC):
         """Become one of the model's OptimSchedulers."""
         self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
         for peer in self._sharing()[1:]:
-            rules: dict[str, object] = {
-                f"Invalid amp_dtype={self._autocast}: another OptimScheduler of the model has"
-                f" {peer._autocast}, and they share its forward.": (
-                    len({self._autocast, peer._autocast} - {None}) > 1
+            if len({self._autocast, peer._autocast} - {None}) > 1:
+                raise ValueError(
+                    f"Invalid amp_dtype={self._autocast}: another OptimScheduler of the model has"
+                    f" {peer._autocast}, and they share its forward."
                 )
-            }
             for name, part in self._sparsity.items():
-                rules[
-                    f"Invalid {name}: another OptimScheduler of the model steps it at each update."
-                ] = part is getattr(peer, name)
-            refuse(rules)
+                if part is getattr(peer, name):
+                    raise ValueError(
+                        f"Invalid {name}: another OptimScheduler of the model steps it at each"
+                        " update."
+                    )
         self._peers[id(self)] = self
         # In a notebook a cell may run again: gradients of its last run must not be in this update.
         for peer in self._overlapping():
