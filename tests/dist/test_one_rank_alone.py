@@ -254,6 +254,9 @@ LEFT = {
     "export, delta": "/others/1$",
 }
 
+# Positions at which a call fails.
+MOST = pytest.mark.parametrize("most", [4, pytest.param(14, marks=pytest.mark.slow)])
+
 
 def sweep(
     name: str, make: Callable[[Path], Call], folder: Path, most: int, left: str | None
@@ -292,16 +295,10 @@ def sweep(
 
 
 @on_ranks(WORLD)
+@MOST
 @pytest.mark.parametrize("name", CALLS)
-def test_some_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 4, LEFT.get(name))
-
-
-@pytest.mark.slow
-@on_ranks(WORLD)
-@pytest.mark.parametrize("name", CALLS)
-def test_more_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 14, LEFT.get(name))
+def test_one_allocation_fails(name: str, most: int, tmp_path: Path) -> None:
+    sweep(name, CALLS[name], tmp_path, most, LEFT.get(name))
 
 
 @on_ranks(WORLD)

@@ -15,7 +15,7 @@ from dist_sparse.extras.codes import quantize
 from tests.dist.cells import build, cells, set_weights, weights
 from tests.dist.one_rank import Call
 from tests.dist.plugin import on_ranks
-from tests.dist.test_one_rank_alone import CELL, WORLD, hooks_of, sweep
+from tests.dist.test_one_rank_alone import CELL, MOST, WORLD, hooks_of, sweep
 
 
 def quantizing(folder: Path) -> Call:
@@ -65,13 +65,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
 
 
 @on_ranks(WORLD)
+@MOST
 @pytest.mark.parametrize("name", CALLS)
-def test_some_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 4, None)
-
-
-@pytest.mark.slow
-@on_ranks(WORLD)
-@pytest.mark.parametrize("name", CALLS)
-def test_more_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 14, None)
+def test_one_allocation_fails(name: str, most: int, tmp_path: Path) -> None:
+    sweep(name, CALLS[name], tmp_path, most, None)

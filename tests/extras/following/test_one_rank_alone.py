@@ -12,7 +12,7 @@ import pytest
 from dist_sparse.extras.following import FollowingTables, follow_kept_rows
 from tests.dist.one_rank import Call
 from tests.dist.plugin import on_ranks
-from tests.dist.test_one_rank_alone import WORLD, compacting, sweep
+from tests.dist.test_one_rank_alone import MOST, WORLD, compacting, sweep
 from tests.extras.following import models as slot_models
 
 
@@ -74,13 +74,7 @@ LEFT = {
 
 
 @on_ranks(WORLD)
+@MOST
 @pytest.mark.parametrize("name", CALLS)
-def test_some_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 4, LEFT.get(name))
-
-
-@pytest.mark.slow
-@on_ranks(WORLD)
-@pytest.mark.parametrize("name", CALLS)
-def test_more_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 14, LEFT.get(name))
+def test_one_allocation_fails(name: str, most: int, tmp_path: Path) -> None:
+    sweep(name, CALLS[name], tmp_path, most, LEFT.get(name))

@@ -14,7 +14,7 @@ from dist_sparse.planning.candidates import BY_COLUMN, Candidate
 from tests.dist.cells import build, cells
 from tests.dist.one_rank import Call
 from tests.dist.plugin import on_ranks
-from tests.dist.test_one_rank_alone import CELL, WORLD, sweep
+from tests.dist.test_one_rank_alone import CELL, MOST, WORLD, sweep
 
 
 def trying(**options: Any) -> Callable[[Path], Call]:
@@ -40,13 +40,7 @@ if find_spec("dist_sparse.extras.codes") is not None:
 
 
 @on_ranks(WORLD)
+@MOST
 @pytest.mark.parametrize("name", CALLS)
-def test_some_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 4, None)
-
-
-@pytest.mark.slow
-@on_ranks(WORLD)
-@pytest.mark.parametrize("name", CALLS)
-def test_more_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 14, None)
+def test_one_allocation_fails(name: str, most: int, tmp_path: Path) -> None:
+    sweep(name, CALLS[name], tmp_path, most, None)

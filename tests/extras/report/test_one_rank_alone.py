@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dist_sparse.extras.report import RunLog
 from tests.dist.one_rank import Call, short_timeout
 from tests.dist.plugin import on_ranks
-from tests.dist.test_one_rank_alone import WORLD, of, sparsified, sweep
+from tests.dist.test_one_rank_alone import MOST, WORLD, of, sparsified, sweep
 
 
 def logging(folder: Path) -> Call:
@@ -41,16 +41,10 @@ CALLS: dict[str, Callable[[Path], Call]] = {"RunLog": logging, "RunLog.close": c
 
 
 @on_ranks(WORLD)
+@MOST
 @pytest.mark.parametrize("name", CALLS)
-def test_some_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 4, None)
-
-
-@pytest.mark.slow
-@on_ranks(WORLD)
-@pytest.mark.parametrize("name", CALLS)
-def test_more_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 14, None)
+def test_one_allocation_fails(name: str, most: int, tmp_path: Path) -> None:
+    sweep(name, CALLS[name], tmp_path, most, None)
 
 
 @on_ranks(WORLD)

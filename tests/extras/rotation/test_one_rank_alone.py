@@ -13,7 +13,7 @@ from tests.dist.cells import build, cells
 from tests.dist.enforcing import optimizer_of
 from tests.dist.one_rank import Call
 from tests.dist.plugin import on_ranks
-from tests.dist.test_one_rank_alone import WORLD, of, sweep
+from tests.dist.test_one_rank_alone import MOST, WORLD, of, sweep
 
 
 def rotated_step(folder: Path) -> Call:
@@ -39,13 +39,7 @@ LEFT = {"step, rotated": r"rotation_of_|\.weight/0$"}
 
 
 @on_ranks(WORLD)
+@MOST
 @pytest.mark.parametrize("name", CALLS)
-def test_some_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 4, LEFT.get(name))
-
-
-@pytest.mark.slow
-@on_ranks(WORLD)
-@pytest.mark.parametrize("name", CALLS)
-def test_more_allocations(name: str, tmp_path: Path) -> None:
-    sweep(name, CALLS[name], tmp_path, 14, LEFT.get(name))
+def test_one_allocation_fails(name: str, most: int, tmp_path: Path) -> None:
+    sweep(name, CALLS[name], tmp_path, most, LEFT.get(name))
