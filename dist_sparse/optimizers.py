@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from dist_sparse.tables.modules import batches_of, collections_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
-from dist_sparse.tables.shards import ShardedData, memory_of
+from dist_sparse.tables.shards import Rect, ShardedData, memory_of
 from dist_sparse.text import number_of
 
 # A live view of optimizer state, and the initial value of its elements.
@@ -256,17 +256,27 @@ def records(
     plain = plain_records([*leaves([*filter(None, tree_leaves(optimizer))])], weights)
     # Fused ones win: an optimizer may list fused tables, which it never steps.
     by_address = {**plain, **fused}
-    found: dict[str, list[Record] | str] = {}
-    for data in located:
-        of_table: list[Record] = []
-        for _, weight in data.shards:
-            known = by_address[weight.data_ptr()]
-            if isinstance(known, str):
-                found[data.name] = known
-                break
-            of_table.append(known)
-        else:
-            found[data.name] = of_table
+    return {data.name: records_of(data, by_address) for data in located}
+
+
+def records_of(data: ShardedData, by_address: Mapping[int, Known]) -> list[Record] | str:
+    """Return the record of each of this rank's shards of a table, or the reason why one is
+    unknown."""
+    of_shards = []
+    for shard in data.shards:
+        known = by_address.get(shard.tensor.data_ptr(), "no optimizer steps it")
+        if isinstance(known, str):
+            return known
+        of_shards.append(known)
+    return of_shards
+
+
+def read_rows(data: ShardedData, of_shards: Sequence[Record]) -> dict[Rect, Tensor]:
+    """Return which rows of each of this rank's shards count as read: bool ``(rows,)``. A gradient
+    has reached them, or they are the row of a ``padding_idx`` that is not zeros."""
+    found = {}
+    for record, shard in zip(of_shards, data.shards, strict=True):
+        found[shard.rect] = data.with_padding(shard, record.touched())
     return found
 
 

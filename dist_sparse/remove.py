@@ -20,7 +20,7 @@ from dist_sparse.compaction.moving import kept_rows, on_all_ranks
 from dist_sparse.groups import Facts, world_group
 from dist_sparse.ids.counts import LookupCounts, bytes_of
 from dist_sparse.ids.share import Share, share_of
-from dist_sparse.optimizers import Optimizers, records
+from dist_sparse.optimizers import Optimizers, read_rows, records
 from dist_sparse.sparsifiers.pieces import shared_tensors
 from dist_sparse.sparsifiers.score import ScoreSparsifier
 from dist_sparse.tables.initial import Unread, refuse_trained
@@ -293,10 +293,7 @@ def _reads_of_optimizers(
                 " exclude=."
             )
         source = known[0].text() if known else ""
-        by_shard = {}
-        for record, shard in zip(known, data.shards, strict=True):
-            by_shard[shard.rect] = data.with_padding(shard, record.touched())
-        reads[name] = ReadRows(source, by_shard)
+        reads[name] = ReadRows(source, read_rows(data, known))
     return reads
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dist_sparse.compaction.moving import gather_rows, on_all_ranks
 from dist_sparse.groups import world_group
 from dist_sparse.ids.share import Share, share_of
-from dist_sparse.optimizers import Record, records
+from dist_sparse.optimizers import Record, read_rows, records
 from dist_sparse.tables.initial import Unread, doubt_about, trained_text
 from dist_sparse.tables.shards import Rect, ShardedData
 
@@ -127,9 +127,9 @@ def _local_reads(data: ShardedData, known: list[Record] | str) -> _Local:
         return known
     if not known:
         return None
+    read = read_rows(data, known)
     for record, shard in zip(known, data.shards, strict=True):
-        read = data.with_padding(shard, record.touched())
-        unread = Unread(data, shard.tensor, ~read, record.text())
+        unread = Unread(data, shard.tensor, ~read[shard.rect], record.text())
         # As after weights were loaded without their optimizer state.
         if reason := trained_text(unread):
             return (
@@ -230,8 +230,7 @@ def _touched(found: Mapping[str, Any], data: ShardedData, rect: Rect) -> Tensor:
     shard = _shard_at(data, rect)
     if shard is None:
         return torch.zeros(rect.rows, dtype=torch.bool)
-    flags: Tensor = found[data.name][shard].touched()
-    return data.with_padding(data.shards[shard], flags).cpu()
+    return read_rows(data, found[data.name])[rect].cpu()
 
 
 def _often(

@@ -15,7 +15,7 @@ from dist_sparse import checks
 from dist_sparse.groups import Facts
 from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import ByTotals, Measure, RowTotals, element_scores, squares_times
-from dist_sparse.optimizers import Known, Record
+from dist_sparse.optimizers import Known, Record, read_rows, records_of
 from dist_sparse.sparsifiers.dense_store import Configs
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, RowScoring, Scope
@@ -208,8 +208,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             return
         self._flagged.add(data.name)
         self._totals[data.name] = [
-            RowTotals(shard.rect, data.with_padding(shard, record.touched()).float())
-            for shard, record in zip(data.shards, records, strict=True)
+            RowTotals(rect, flags.float()) for rect, flags in read_rows(data, records).items()
         ]
 
     def _unread(self, located: Located, configs: Configs) -> Iterator[Unread]:
@@ -317,13 +316,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             return "only score='accumulator' reads the state of optimizers"
         if self._known is None:
             self._known = self.masks.enforcer.records()
-        records = []
-        for shard in data.shards:
-            record = self._known.get(shard.tensor.data_ptr(), "no optimizer steps it")
-            if isinstance(record, str):
-                return record
-            records.append(record)
-        return records
+        return records_of(data, self._known)
 
     def look_up(self, located: Located) -> None:
         """Find lookups or sums of the rows of this rank's shards, for the next step. Local.
