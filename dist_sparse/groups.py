@@ -463,17 +463,24 @@ class RankGroup(Group):
             Lost: another rank does not connect, now or earlier.
         """
         if not self._is_dead:
-            # The names of smaller groups follow from the number of groups. The old name would lead
-            # to old addresses, so a group of this rank alone takes it.
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            is_world = self.ranks == world_ranks()
+            if not is_world:
+                # The names of smaller groups follow from the number of groups. The old name would
+                # lead to old addresses, so a group of this rank alone takes it.
+                dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
             # Until the ranks have met here.
             self._is_dead = True
             try:
-                _connect(self.ranks, self.apart, min(_timeout, _RECONNECTS))
+                met = _connect(self.ranks, self.apart, min(_timeout, _RECONNECTS))
             except RuntimeError as fault:
                 raise Lost(f"A rank of {ranks_text(self.ranks)} does not connect.") from fault
             self._is_dead = False
-            return _connect(self.ranks, self.apart, _timeout)
+            connected = _connect(self.ranks, self.apart, _timeout)
+            # Gloo's threads wake up a hundred times a second as long as a group exists. A smaller
+            # one stays, so that no later group takes its name.
+            if is_world:
+                dist.destroy_process_group(met)
+            return connected
         held = ranks_text(self.ranks)
         raise Lost(f"The connections between {held} are lost: resume from a checkpoint.")
 
