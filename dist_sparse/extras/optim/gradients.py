@@ -247,7 +247,7 @@ def wiring_of(model: nn.Module) -> Wiring:
     check_module(model)
     # Without DDP, DistributedModelParallel and torch.compile in the paths.
     modules = modules_by_path(model)
-    fsdp = [hasattr(module, "_fsdp_wrapped_module") for module in model.modules()]
+    has_fsdp = any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules())
     hooked = fused = False
     unfused = []
     for plan in map(_plan_of, modules.values()):
@@ -260,7 +260,7 @@ def wiring_of(model: nn.Module) -> Wiring:
                 fused = True
                 if table.compute_kernel == "dense":
                     unfused.append(name)
-    if fsdp or any(is_sharded(parameter) for parameter in model.parameters()):
+    if has_fsdp or any(is_sharded(parameter) for parameter in model.parameters()):
         raise ValueError(
             "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
             " DistributedDataParallel or DistributedModelParallel."
