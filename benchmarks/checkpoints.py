@@ -1,10 +1,10 @@
-"""Checkpoints beside plain torch.distributed.checkpoint, of the same model in the same run: time,
-memory, bytes.
+"""Checkpoints compared with plain torch.distributed.checkpoint, of the same model in the same run:
+time, memory, bytes.
 
-256 MB of row-wise tables with row-wise Adagrad over 2 ranks, to files that are brought to disk:
+256 MB of row-wise tables with row-wise Adagrad over 2 ranks, to files that are flushed to disk:
 weights, optimizer state, masks and schedule. Both keep one checkpoint: they write the new one and
 delete the one before. ``Checkpoints`` adds learning rates and a CRC32 of every file, which it
-verifies before it reads one. In turns, in an order that turns round; the shortest of several times
+verifies before it reads one. They take turns, in alternating order; the shortest of several times
 counts. Results are written to ``benchmarks/results/`` as JSON and markdown.
 """
 

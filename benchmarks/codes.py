@@ -1,4 +1,5 @@
-"""What codes cost: a training step beside the plain one, and decoded rows beside FBGEMM's int4 rows.
+"""What codes cost: a training step against the plain one, and decoded rows against FBGEMM's int4
+rows.
 
 CPU time of one thread, so that other work on the machine counts little. Kinds take turns, and the
 fastest round of each is shown.
@@ -33,7 +34,7 @@ Row = dict[str, Any]
 Call = Callable[[Any], object]
 
 COLUMNS, GROUPS, IDS = 44, 11, 20_000
-"""Of the table whose lookups are measured, and ids of a lookup."""
+"""Columns and groups of the table whose lookups are measured, and ids of a lookup."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,8 +28,8 @@ from dlrm.batches import Batch
 
 
 class Loop(Tables):
-    """Tables of which those rows are kept that have the smaller ids; ``skew`` 1 draws all ids as
-    often, 3 small ones more often (the first fifth of the rows then has 58% of the ids)."""
+    """Tables that keep the rows with the smaller ids. ``skew`` 1 draws all ids equally often, 3
+    draws small ones more often (the first fifth of the rows then has 58% of the ids)."""
 
     def __init__(self, tables: dict[str, int], skew: int) -> None:
         super().__init__(**tables)

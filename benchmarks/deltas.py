@@ -1,6 +1,6 @@
 """Deltas beside full exports: bytes, time, and the memory of applying one.
 
-One fused table with half of its rows removed, of which a share is trained before each delta. A
+One fused table with half of its rows removed. A share of the rows is trained before each delta. A
 delta either compares all rows with the artifact before it, or streams only the rows that the
 enforcer has seen written, and reads nothing else of that artifact. Results are written to
 ``benchmarks/results/`` as JSON and markdown.

@@ -56,7 +56,7 @@ MIN_ROWS = 256
 
 
 class Loop(abc.ABC):
-    """A model, what a training loop does with it at a step, and what of it is sparsified."""
+    """A model, what a training loop does with it at a step, and which part of it is sparsified."""
 
     model: nn.Module
     optimizer: CombinedOptimizer
@@ -64,7 +64,7 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, step: int) -> Any:
-        """Another one for each step, made outside the clock."""
+        """A new batch for each step, made outside the clock."""
 
     def train(self, batch: Any) -> None:
         self.optimizer.zero_grad()
@@ -170,8 +170,8 @@ class MainJob(Loop):
 
 
 def main(case: dict[str, Any]) -> dict[str, Any]:
-    """Times one loop in turns: plain, with everything on, and with what the case names beside
-    it."""
+    """Times one loop in turns: plain, with everything on, and with the alternatives that the case
+    names."""
     torch.manual_seed(0)
     block: Any = (1, ROW) if case["block"] == "rows" else tuple(case["block"])
     loop: Loop = MainJob() if case["model"] == "main job" else Tables(**case["tables"])
@@ -219,8 +219,8 @@ def _enforced(
     enforcer: MaskEnforcer,
     levels: tuple[float, float],
 ) -> tuple[float, float, float, float]:
-    """Seconds of a step with everything on; of it in hooks; of a mask update to clean rows, and of
-    the rest of it."""
+    """Seconds of a step with everything on; the part of them in hooks; seconds of a mask update to
+    clean rows, and of the rest of it."""
     with enforcer.attach(loop.optimizer):
         for group in sparsifier.data_groups.values():
             group["sparsity_level"] = levels[0]

@@ -1,9 +1,9 @@
 """Tables of equal bytes: following ones and their alternatives.
 
 On a stream whose hot ids drift, and with ``--movielens FOLDER`` on MovieLens-100K in the order of
-time; every batch is predicted before it is trained on. With the stream, the memory and the time of
-a table of 100,000,000 ids too. Results are written to ``benchmarks/results/`` as JSON and markdown;
-some minutes.
+time; every batch is predicted before it is trained on. With the stream, it also measures the memory
+and the time of a table of 100,000,000 ids. Results are written to ``benchmarks/results/`` as JSON
+and markdown. It takes some minutes.
 """
 
 from __future__ import annotations

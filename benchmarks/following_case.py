@@ -141,7 +141,7 @@ class Method:
 
     Args:
         case: ``ids`` and ``dim`` of the table, ``steps`` of the run.
-        rows: that it stores.
+        rows: the number of rows that it stores.
     """
 
     def __init__(self, case: dict[str, Any], rows: int) -> None:
@@ -153,7 +153,7 @@ class Method:
         sharder: Any = EmbeddingBagCollectionSharder()
         if isinstance(table, ManagedCollisionEmbeddingBagCollection):
             sharder = ManagedCollisionEmbeddingBagCollectionSharder()
-        # Of a collection behind an index, the tables are inside.
+        # The tables of a collection with an index in front of it are inside.
         stored, path = (table.inner, "table.inner") if hasattr(table, "inner") else (table, "table")
         world = dist.get_world_size()
         made = construct_module_sharding_plan(
@@ -217,7 +217,7 @@ class Frozen(Method):
             self.sparse.step()
         if step == self.end:
             self.sparse.step()
-            # The bytes of the index are those of any table; the map is of small ones alone.
+            # The index takes the same bytes as for any table; only small tables have a map.
             collections.MAPPED_ROWS = 0
             self.model = compact(self.model, self.sparse)
 
@@ -265,7 +265,7 @@ class Following(Method):
 
 
 class Compact(Method):
-    """The first ids keep their rows, and no other."""
+    """Only the first ids keep their rows."""
 
     def table(self) -> Any:
         kept = torch.arange(self.case["ids"]) < self.rows
@@ -310,8 +310,8 @@ def stream(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def through(cases: list[dict[str, Any]], batches: list[Example]) -> list[dict[str, Any]]:
-    """Train tables through a stream, batch by batch one after the other, so that their times
-    compare; every batch is predicted before it is trained on."""
+    """Train tables through a stream, batch by batch one after the other, so that their times are
+    comparable; every batch is predicted before it is trained on."""
     rows = [rows_for(each["method"], each["ids"], each["dim"], each["budget"]) for each in cases]
     made = zip(cases, rows, strict=True)
     subjects = [METHODS[each["method"]](each, count) for each, count in made]
@@ -341,7 +341,7 @@ def through(cases: list[dict[str, Any]], batches: list[Example]) -> list[dict[st
 
 
 def memory(case: dict[str, Any]) -> dict[str, Any]:
-    """Train a table of many ids and few rows: what it takes of memory, and of time."""
+    """Train a table of many ids and few rows: the memory and the time that it takes."""
     made: list[Method] = []
     before = resident()
     # Made, trained, and through a due step, in which temporaries are largest.

@@ -79,7 +79,7 @@ def _batch(ids: Tensor) -> Batch:
 
 
 def _steps(make: Callable[[int], Iterator[Tensor]], rows: int, touched: int) -> Iterator[Tensor]:
-    """The ids of training steps: as many one after the other as name ``touched`` rows, 50,000 at
+    """The ids of training steps: as many consecutive ones as name ``touched`` rows, 50,000 at
     most."""
     ids = torch.empty(0, dtype=torch.int64)
     for more in make(rows):

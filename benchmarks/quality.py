@@ -5,9 +5,9 @@ Every method is tuned alike for each number of bytes, with the first seed, on on
 rates and L2: each form that fits (columns and bits) at its four coarse points, then the best form
 at all neighbors of its best point, until none is better. The AUC on validation chooses; what is
 best is trained with all seeds. All are trained by a kernel in C, and
-with ``--package`` the methods of examples/two_tower by the package too. Trainings that are done are
-kept in a file with a hash of the data and its split, so that an interrupted run goes on, and other
-data begins anew. A file without a split (user, item, num_users, num_items) is split by a seed.
+with ``--package`` the methods of examples/two_tower by the package too. Finished trainings are kept
+in a file with a hash of the data and its split, so that an interrupted run continues, and other
+data starts anew. A file without a split (user, item, num_users, num_items) is split by a seed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COARSE = [(lr, l2) for lr in (0.4, 1.6) for l2 in (0.05, 0.15)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what is not there yet, print the tables, write the dated result."""
+    """Train what is missing, print the tables, write the dated result."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:  # before a worker starts

@@ -20,7 +20,7 @@ from two_tower.train import Settings, train
 __all__ = ["run"]
 
 _FORMS: dict[str, Any] = {BY_COLUMN: {"dtype": "int4", "scale": "column"}}
-"""Arguments of export() that are no dtype alone."""
+"""Arguments of export() that are more than a dtype."""
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The training of ``examples/two_tower`` as a kernel in C, some ten times as fast: to tune many
+"""The training of ``examples/two_tower`` as a kernel in C, about ten times as fast: to tune many
 methods alike.
 
 A step equals TorchRec's to rounding; ``tests/dist/test_quality.py`` holds it to that. Tables are
@@ -54,8 +54,8 @@ _FAST = (
     "-fassociative-math",
     "-freciprocal-math",
 )
-"""Of -ffast-math, all but what makes numbers below 1e-38 zero in the whole process as soon as the
-library is loaded."""
+"""All of -ffast-math, except what makes numbers below 1e-38 zero in the whole process as soon as
+the library is loaded."""
 
 
 @cache
@@ -77,8 +77,8 @@ def _kernel() -> ctypes.CDLL:
 
 
 class Books:
-    """Product quantization of a table: a byte for each group of columns that are neighbors, of a
-    book of 256 entries in float16, of which the first is zeros (Jegou et al., PAMI 2011).
+    """Product quantization of a table: a byte for each group of neighboring columns, which selects
+    one of the 256 entries of a book in float16. The first entry is zeros (Jegou et al., PAMI 2011).
 
     Books are k-means of sampled rows at first.
 
@@ -92,7 +92,7 @@ class Books:
         self.groups = groups
         made = np.random.default_rng(seed)
         sample = weight[made.permutation(len(weight))[:_SAMPLE]]
-        # Of fewer rows than entries some are drawn twice.
+        # If there are fewer rows than entries, some are drawn twice.
         drawn = np.resize(np.arange(len(sample)), ENTRIES)
         self.books = self._grouped(sample)[drawn].transpose(1, 0, 2).copy()
         self._to_half()
@@ -124,7 +124,7 @@ class Books:
         return found
 
     def decoded(self, weight: Floats) -> Floats:
-        """Return the table as its codes stand for it."""
+        """Return the table that the codes stand for."""
         rows = self.books[np.arange(self.groups), self.codes(weight)]
         return np.ascontiguousarray(rows.reshape(weight.shape))
 
@@ -141,14 +141,14 @@ class Model:
 
     Args:
         rows: of both tables.
-        items: that have a bias.
+        items: the number of items, each with a bias.
         dim: columns.
         seed: of the weights.
 
     Attributes:
         weights: of both tables, (rows, dim) float32.
         kept: masks of them, bool, or None; what is not kept stays 0.
-        mean_of: the columns that the mean of a gradient's squares is over.
+        mean_of: the columns over which the squares of a gradient are averaged.
         books: of both tables, or None; lookups return decoded rows from where they are.
         seconds: of the CPU that training took.
     """
@@ -167,7 +167,7 @@ class Model:
         self.seconds = 0.0
 
     def copy(self) -> Model:
-        """Return a model that trains on by itself."""
+        """Return a model that trains on independently."""
         other = object.__new__(Model)
         other.__dict__.update(self.__dict__)
         other.weights, other.states = (
@@ -212,7 +212,7 @@ class Model:
         """Train on straight through codes of ``groups`` bytes a row: lookups return decoded rows,
         whose gradients update the float rows.
 
-        L2 stays that of the float rows, as ``quantize(commitment=)`` makes it.
+        L2 still acts on the float rows, as ``quantize(commitment=)`` makes it do.
         """
         self.books = [Books(weight, groups, seed) for weight in self.weights]
 

@@ -2,8 +2,8 @@
 the kernel.
 
 All train the two-tower model of ``examples/two_tower``. What is removed stays removed. Bytes are
-those of an artifact, index included; masks finer than rows with bitmasks, which artifacts no longer
-store.
+those of an artifact, index included. Masks finer than rows include bitmasks, which artifacts no
+longer store.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BY_COLUMN = "int4 by column"
 """4 bits on a grid for each column: ``export(dtype="int4", scale="column")``."""
 
 CODES = "codes"
-"""Bytes for groups of columns, of books that are trained from half time on."""
+"""A byte for each group of columns, with books that are trained from half time on."""
 
 _BITS = {"fp32": 32, "int8": 8, "int4": 4, BY_COLUMN: 4}
 _SHARED = ("mod hash", "double hash", "frequency cut-off")
@@ -54,7 +54,7 @@ CUT_METHODS = (*_NARROWED, "small dense codes", *_FINE, "rows")
 METHODS = (*_NARROWED, *_SMALL, *_FINE, "rows", *_SHARED)
 
 _SIZES = {5: (8, 4), 11: (4, 3), 21: (3,), 22: (2,)}
-"""For each number of codes what is tried of columns in a group."""
+"""For each number of codes, the numbers of columns in a group that are tried."""
 
 _BOOKS_OF_A_ROW = 0.015
 """Bytes of books for each row and column, in tables that are as large as Gowalla's."""
@@ -71,10 +71,10 @@ def forms(method: str, budget: float) -> list[Case]:
     kept.
 
     ``kept`` is a number of columns, or a fraction of rows or weights. Narrow tables are tried in 8
-    and in 4 bits with a scale for each row; in 4 bits with one for each column, by codes and small
-    dense ones in float32 as methods of their own. All but codes and float32 with three quarters of
-    the columns that fit, too. The others have 8 bits, and less than twice the columns that would
-    fit: the more of a table must go, the worse they are.
+    and in 4 bits with a scale for each row. 4 bits with a scale for each column, codes, and small
+    dense tables in float32 are methods of their own. All but codes and float32 are also tried with
+    three quarters of the columns that fit. The others have 8 bits, and less than twice the columns
+    that would fit: the more of a table must go, the worse they are.
     """
     if method == "small dense float32":
         return [{"dim": int(budget / 4), "dtype": "fp32", "kept": int(budget / 4)}]
@@ -183,7 +183,7 @@ def _trained(case: Case, data: Interactions, mapped: list[Tensor] | None) -> Mod
 
 
 def _until_cut(case: Case, data: Interactions, mapped: list[Tensor] | None) -> Model:
-    """What is cut makes no difference before it: that state is trained once."""
+    """What is cut makes no difference before the cut: the state before it is trained once."""
     epochs = range(case["cut"])
     own = ("method", "kept") if mapped is not None or case["method"] == "soft threshold" else ()
     settings = ("dim", "lr", "l2", "seed", "cut", "epochs", "batch_size")

@@ -43,7 +43,7 @@ _LOOKS = {
 """Color and marker of a method."""
 
 _SIZE = {"*": 9}
-"""Of markers that are smaller than others of their size."""
+"""Sizes of markers that look smaller than others of the same size."""
 
 
 def report(rows: Sequence[Row], data: str, split: str) -> str:
@@ -174,12 +174,12 @@ def _plot(rows: Sequence[Row], file: Path, *, stacked: bool) -> None:
 if __name__ == "__main__":
     results = Path(__file__).with_name("results")
     cells: dict[str, list[Row]] = {}
-    # Of a method and its bytes the newest result.
+    # The newest result of each method and number of bytes.
     for file in sorted(
         [*results.glob("*-quality.json"), *results.glob("*-quality-gowalla-*.json")]
     ):
         cases = json.loads(file.read_text())["cases"]
-        # Trainings of twice the epochs would not compare.
+        # Trainings of twice the epochs would not be comparable.
         rows = [row for row in cases if row["chosen"] and row["epochs"] == 14]
         found: dict[str, list[Row]] = {}
         for row in rows:

@@ -188,7 +188,7 @@ def load(case: dict[str, Any]) -> dict[str, Any]:
     The file is cached."""
     file = Path(case["folder"]) / case["what"]
     ids, offsets = torch.randint(case["rows"], (5120,)), torch.arange(0, 5120, 10)
-    # Imports, threads and allocator are none of what is measured.
+    # Imports, threads and allocator are not part of what is measured.
     import fbgemm_gpu  # noqa: F401
     import safetensors.torch  # noqa: F401
 
@@ -255,8 +255,8 @@ def _tbe(case: dict[str, Any], rows: int, remap: Tensor | None, array: bool) -> 
 
 
 def _map_bytes(case: dict[str, Any]) -> int:
-    """What FBGEMM's hash map of the kept rows takes, in a process that has freed nothing yet that
-    it could use."""
+    """What FBGEMM's hash map of the kept rows takes, in a process that has not freed anything yet
+    that it could reuse."""
     count = case["rows"] - round(case["rows"] * case["removed"])
     if count == case["rows"]:
         return 0
@@ -273,8 +273,8 @@ def _map_bytes(case: dict[str, Any]) -> int:
 
 
 def _frequency(case: dict[str, Any]) -> Tensor | None:
-    """Of each id, of Zipf's law with exponent 1.05; None: uniform. The rarest ids have the smallest
-    rows."""
+    """The frequency of each id by Zipf's law with exponent 1.05; None: uniform. The rarest ids have
+    the smallest rows."""
     return (
         None if case["ids"] == "uniform" else torch.arange(1, case["rows"] + 1).double().pow(-1.05)
     )

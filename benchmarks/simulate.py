@@ -46,8 +46,8 @@ class Prediction:
         collectives: how many it takes part in, if no scores tie over ranks at a threshold.
         sent: bytes that the rank hands to them; a threshold that is found early saves up to 16 KiB
             a table.
-        tied: bytes that it sends besides at most, in three more all-reduces, where scores tie over
-            ranks.
+        tied: bytes that it sends in addition, at most, in three more all-reduces, where scores tie
+            over ranks.
         weights: bytes of its shards.
         masks: bytes of its masks, which stay.
         scores: bytes of its scores during the update: 4 for each block of more than one element.
@@ -124,7 +124,7 @@ def simulate(
 
     (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
     MPICH", 2005). A network that is shared, or slower between hosts than within one, takes longer:
-    give what a rank gets of it.
+    give the part that a rank gets.
 
     Args:
         tables: name -> (rows, columns).
@@ -248,7 +248,7 @@ def _number_blocks_(weights: Tensor, block: tuple[int, int]) -> None:
 
 def _known_level(data: ShardedData, block: tuple[int, int], level: float, rank: int) -> float:
     """The level at which the whole table loses as many blocks as this rank's part of it does at
-    ``level``: those of other ranks are not known here, and kept."""
+    ``level``: the blocks of other ranks are not known here, and are kept."""
     part = sum(rect.numel for rect in data.owned(rank)) / (data.shape[0] * data.shape[1])
     return level * part
 

@@ -43,7 +43,7 @@ READERS = (
     "object",
 )
 OF_TORCH = {"_container"}
-"""Of torch.ao's data sparsifiers too, by which theirs and ours are compared."""
+"""Private names of torch.ao's data sparsifiers too, by which theirs and ours are compared."""
 
 
 def sources(*folders: str, root: Path = ROOT) -> list[Path]:
@@ -195,8 +195,8 @@ def circles(files: list[Path], root: Path = ROOT) -> list[list[str]]:
 
 @dataclass
 class Density:
-    """How much each line says, over some files. A line of code is not blank, no comment alone, and
-    no docstring; the characters are those of such lines without their indentation."""
+    """How much each line says, over some files. A line of code is not blank, not only a comment,
+    and not a docstring; the characters are those of such lines without their indentation."""
 
     lines: int = 0
     code: int = 0
@@ -258,9 +258,9 @@ def density(files: list[Path], root: Path = ROOT) -> Density:
 
 
 def decisions(node: ast.AST) -> int:
-    """Of one node: a branch, a loop, a handler, a case, each further operand of and/or, each for
-    and if of a comprehension, each rule of ``refuse({...})``, each further item of ``any([...])``,
-    and a loop that ``map()`` or ``filter()`` hides."""
+    """The decisions of one node: a branch, a loop, a handler, a case, each further operand of
+    and/or, each for and if of a comprehension, each rule of ``refuse({...})``, each further item of
+    ``any([...])``, and a loop that ``map()`` or ``filter()`` hides."""
     if isinstance(node, ast.Call):
         return hidden_decisions(node)
     if isinstance(node, BRANCHES | ast.match_case):
@@ -273,7 +273,7 @@ def decisions(node: ast.AST) -> int:
 
 
 def hidden_decisions(call: ast.Call) -> int:
-    """Of a call that stands for branches or a loop."""
+    """The decisions of a call that stands for branches or a loop."""
     name = called(call)
     argument = call.args[0] if call.args else None
     if name == "refuse" and isinstance(argument, ast.Dict):

@@ -56,8 +56,8 @@ COLUMNS = (
     *("step_ms", "forward_ms", "train_ms_per_step"),
     *_RUN,
 )
-"""Of the CSV. Bytes are of the whole model, or of all tables and masks; times are of the slowest
-rank."""
+"""Columns of the CSV. Bytes are of the whole model, or of all tables and masks; times are of the
+slowest rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +143,11 @@ def append(file: Path, row: Mapping[str, Any]) -> None:
 
 
 def read(file: Path) -> list[Row]:
-    """The rows of the CSV, numbers as numbers and what is empty as None; none if there is no file.
+    """The rows of the CSV, numbers as numbers and empty fields as None; no rows if there is no
+    file.
 
     Raises:
-        ValueError: the columns are others.
+        ValueError: the columns are different.
     """
     if not file.exists():
         return []
@@ -178,7 +179,7 @@ def left_to_do(file: Path, wanted: Iterable[Cell], run: Mapping[str, Any]) -> li
                 f"{name} {was} (asked for: {value})" for name, (was, value) in other.items()
             )
             raise ValueError(
-                f"{file} can't be gone on with: it is of a run with {said}. Start without --resume."
+                f"{file} can't be continued: it is of a run with {said}. Start without --resume."
             )
         done.append(_cell(row))
     return [cell for cell in wanted if cell not in done]

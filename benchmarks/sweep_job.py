@@ -40,8 +40,7 @@ from dlrm.model import ShardedModel, build, sharding_of
 from dlrm.train import Settings, Sparsification, Sparsity, epochs, large_tables, train_steps
 
 EVERY = 20
-"""Steps between two moves of the masks while training, the main job's default; fewer where the run
-is short."""
+"""Steps between two mask updates in training, the main job's default; fewer if the run is short."""
 
 
 class Timed(Sparsification):
@@ -59,7 +58,7 @@ class Timed(Sparsification):
 
 
 class Job:
-    """The data, the settings and what is measured of a trained model. Collective."""
+    """The data, the settings, and the measurements of a trained model. Collective."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.case, run = case, case["run"]
@@ -145,7 +144,7 @@ def dense_and_post(job: Job, cells: list[Cell]) -> Iterator[Row]:
     training.
 
     Raises:
-        RuntimeError: the dense model is another than that of the CSV.
+        RuntimeError: the dense model differs from that of the CSV.
     """
     sharded, _, train_ms = job.train()
     dense = Cell(mode="dense", seed=job.settings.seed)

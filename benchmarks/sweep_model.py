@@ -117,7 +117,7 @@ def live_tables(sharded: ShardedModel) -> list[Tensor]:
 
 
 def saved(sharded: ShardedModel) -> dict[str, Tensor]:
-    """The whole model's weights on rank 0, each tensor in one piece; elsewhere what of it is not
+    """The whole model's weights on rank 0, each tensor in one piece; elsewhere the part that is not
     sharded."""
     state = sharded.model.state_dict()
     whole = {fqn: weight for fqn, weight in state.items() if not isinstance(weight, ShardedTensor)}

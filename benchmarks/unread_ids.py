@@ -1,9 +1,9 @@
 """What ids should read that training never looked up.
 
-In each of three data sets a real share of the test lookups is of such ids, because it is split by
-time or by user. Compared are the initial values, which a model without this package has; zeros, as
-removed rows read; means of the rows that training read; and one row for all such ids, trained in
-two ways. Settings are chosen with seeds and data that the report does not use.
+In each of three data sets, a real share of the test lookups is of such ids, because the data is
+split by time or by user. The benchmark compares the initial values, which a model without this
+package has; zeros, as removed rows read; means of the rows that training read; and one row for all
+such ids, trained in two ways. Settings are chosen with seeds and data that the report does not use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Reads = Mapping[str, Tensor]
 
 SEEDS, TUNING_SEEDS = range(5), (100, 101)
 FILLS = ("initial values", "zeros", "mean", "mean by reads")
-"""Of one trained model: it never looked these ids up."""
+"""Methods that share one trained model: it never looked these ids up."""
 
 RARE, COMPACTED = "row for rare ids", "row from half time"
 RARE_SETTINGS = [(0.25, 0.1), (0.25, 0.5), (1.0, 0.02), (1.0, 0.1)]
@@ -164,7 +164,7 @@ CASES = (
 
 
 class _Model:
-    """A model of the examples, with a row for each id and, behind them, one for all others."""
+    """A model of the examples, with a row for each id and, after them, one for all others."""
 
     def __init__(self, case: Case, data: Dataset, seed: int) -> None:
         self.towers, self.done = case.towers, 0
@@ -219,7 +219,7 @@ class _Model:
 
 
 def mapped(data: Dataset, flags: Mapping[str, Tensor]) -> Dataset:
-    """Return the data with flagged lookups, by table, sent to the shared row behind the others."""
+    """Return the data with flagged lookups, by table, sent to the shared row after the others."""
     sparse = [
         replace(each, ids=torch.where(flags[each.name], each.rows, each.ids))
         for each in data.sparse
@@ -306,7 +306,7 @@ def measured(
         model, counts = trained(case, data, seed, method, setting)
         shown = mapped(data, _unread(data, counts))
         rows.append(_quality(method, model.logits(shown, data.test), data, is_new))
-        # How much is due to the row, and how much to another training?
+        # How much is due to the row, and how much to the different training?
         fill(model.tables, counts, "zeros")
         name = f"zeros instead of the {method}"
         rows.append(_quality(name, model.logits(shown, data.test), data, is_new))

@@ -28,7 +28,7 @@ from resume import build
 
 _STEPS, _SAMPLES = 100, 64
 
-# Training has ids below 500 of 2,000; some of those of the next day are new.
+# Training has ids below 500 of 2,000; some ids of the next day are new.
 _READ, _LATER = 500, 600
 
 

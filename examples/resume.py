@@ -146,6 +146,6 @@ if __name__ == "__main__":
         "--kill-at",
         type=int,
         metavar="STEP",
-        help="kill rank 0 after so many steps of a first start",
+        help="kill rank 0 after this many steps of a first start",
     )
     run_and_leave(main, parser.parse_args())

@@ -1,4 +1,4 @@
-"""The log of one run, in a folder. All runs log the same, so that their times compare."""
+"""The log of one run, in a folder. All runs log the same, so that their times are comparable."""
 
 from __future__ import annotations
 

@@ -98,9 +98,9 @@ class Result:
     """The outcome of one run.
 
     ``table_bytes``: the remaining weights, without masks. ``ms_per_step``: None if the newest
-    checkpoint had all steps behind it. ``removed``: weights read at the end and found to be 0.
-    ``touched``: the same model without the rows that training has never looked up.
-    ``reads_zeros``: which lookups of the test read these rows.
+    checkpoint already covers all steps. ``removed``: weights read at the end and found to be 0.
+    ``touched``: the same model without the rows that training has never looked up. ``reads_zeros``:
+    which lookups of the test read these rows.
     """
 
     name: str
@@ -219,13 +219,13 @@ class Saving:
             self._parts["sparse"] = masks
 
     def resume(self) -> int:
-        """Load the newest checkpoint; return the number of steps that it has behind it, 0 if there
-        is none."""
+        """Load the newest checkpoint; return the number of steps that it covers, 0 if there is
+        none."""
         resumed = self._checkpoints.resume_latest(**self._parts)
         return 0 if resumed is None else resumed.step
 
     def save(self, step: int, last: bool) -> None:
-        """Save every so many steps and after the last one."""
+        """Save at regular intervals of steps, and after the last one."""
         self._checkpoints.save(step, **self._parts, force=last)
 
 

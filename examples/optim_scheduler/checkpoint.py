@@ -53,7 +53,7 @@ def load(path: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         plan: what must be unchanged for an exact resume.
 
     Raises:
-        DataError: there is no such file, it is no checkpoint of this example, or its plan is
+        DataError: there is no such file, it is not a checkpoint of this example, or its plan is
             another one.
     """
     try:

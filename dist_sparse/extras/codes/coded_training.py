@@ -32,7 +32,7 @@ from dist_sparse.tables.shards import ShardedData, resolve_block
 from dist_sparse.text import count, number_of, shape_text, size, table_lines
 from dist_sparse.training.sparsify import SparseTraining
 
-# The hooks of all handles of this process that are attached.
+# The hooks of all attached handles of this process.
 _ATTACHED: WeakSet[DecodingHooks] = WeakSet()
 
 
@@ -50,26 +50,26 @@ def quantize(
     """Train tables through codes: product quantization in place. Collective: every rank of the
     world must call it.
 
-    From step ``begin`` on, each lookup returns rows that were decoded: one byte for each group of
-    columns, the number of one of 256 entries of a book. Gradients go straight through to the table
-    of floats, which its optimizer trains as before. Scheduled steps refit the books, one round of
+    From step ``begin`` on, each lookup returns decoded rows. Each group of columns is one byte, the
+    number of one of the 256 entries of a book. Gradients go straight through to the table of
+    floats, which its optimizer trains as before. Scheduled steps refit the books, one round of
     Lloyd's over all rows, and assign the codes again. Books and codes are the same on every
     sharding and number of ranks. ``export(model, handle, path, dtype="codes")`` writes what lookups
-    return, bit for bit. Codes take ``codes`` bytes a row beside the floats. A row of zeros, such as
-    a removed one, decodes to exactly 0.
+    return, bit for bit. Codes take ``codes`` bytes per row in addition to the floats. A row of
+    zeros, such as a removed one, decodes to exactly 0.
 
     Args:
         model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it
             first.
-        optimizer: the optimizer that steps it, or a sequence of all of them, as of
+        optimizer: the optimizer that steps it, or a sequence of all of them, as for
             :func:`~dist_sparse.sparsify`. It steps the floats as before. ``[]`` means that all
             tables are fused.
-        codes: bytes of a row, a divisor of the table's columns: of all tables, or by the names of
-            the tables that have codes.
+        codes: bytes of a row, a divisor of the table's columns: one number for all tables, or by
+            the names of the tables that get codes.
         begin: the first step at which books and codes change; steps count from 0.
         end: the last such step. After it books and codes are frozen, so that other layers fit to
             them. None never freezes them.
-        every: steps between two fits. Assigning codes costs some 3 us per row of 64 columns on one
+        every: steps between two fits. Assigning codes costs about 3 us per row of 64 columns on one
             CPU thread; 8 fits per epoch are enough.
         commitment: factor in the loss of half the squared distance between the floats and the
             decoded rows that a lookup returns. **If the loss of a rank has an L2 of lookups, pass
@@ -85,10 +85,10 @@ def quantize(
 
     Raises:
         ValueError: an argument is invalid; a table has fewer than 20,000 rows, or columns that
-            ``codes`` does not divide; shards cut a group of columns; a module reads something else
-            than rows, or their sums or means; masks remove parts of rows, or still rotate tables;
-            a table has codes already; with a commitment, a row-wise table returns means, or equal
-            ids are merged (``use_index_dedup``). Raised on every rank, and nothing is attached.
+            ``codes`` does not divide; shards cut a group of columns; a module reads anything but
+            rows, their sums or their means; masks remove parts of rows, or still rotate tables; a
+            table has codes already; with a commitment, a row-wise table returns means, or equal ids
+            are merged (``use_index_dedup``). Raised on every rank, and nothing is attached.
 
     Source: Jégou et al., Product quantization for nearest neighbor search, 2011.
 
@@ -219,8 +219,8 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         the arguments of :func:`~dist_sparse.extras.codes.quantize`. Collective.
 
         Raises:
-            ValueError: it is of other tables, codes or columns, or differs between ranks; on every
-                rank, and nothing has changed.
+            ValueError: the state is of other tables, codes or columns, or differs between ranks; on
+                every rank, and nothing has changed.
             RuntimeError: the handle is detached.
         """
         hooks = self._live_hooks()
@@ -457,7 +457,7 @@ def _refuse_range(shard: CodedShard) -> None:
 
 
 def _refuse_foreign(state: Any, tables: list[str]) -> None:
-    """Refuse what is no state of codes, or one of other tables."""
+    """Refuse what is not a state of codes, or is a state of other tables."""
     expected = {"schedule": ["begin", "end", "every"], "books": tables, "codes": tables}
     wrong = (
         f"Invalid state of codes: must have step, fitted, and mappings with the keys {expected}."

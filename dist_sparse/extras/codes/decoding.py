@@ -1,9 +1,9 @@
 """Forward hooks that return decoded rows from the lookups of a model.
 
 A hook on a TorchRec kernel or on a torch embedding module returns pooled decoded rows instead of
-pooled weights. Its backward passes their gradient on to the output that the lookup computed, so
-a fused optimizer steps as without the hook. A kernel gets ids that are local to its shards, in
-every sharding type. No hook synchronizes with an accelerator.
+pooled weights. Its backward passes their gradient on to the output that the lookup computed, so a
+fused optimizer steps as it would without the hook. A kernel gets ids that are local to its shards,
+in every sharding type. No hook synchronizes with an accelerator.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class CodedShard:
         width: the number of columns of a group.
 
     Attributes:
-        groups: the groups of columns that the shard holds, among those of the table.
+        groups: the groups of columns that the shard holds, among all groups of the table.
         codes: live, uint8 ``(rows, groups)``; zeros at first.
         entries: the books of its groups one after the other, float32 ``(groups * 256, width)``;
             None while lookups return floats.
@@ -190,8 +190,8 @@ class DecodingHooks:
             self._hook(kernel.module, coded, decode, self._commitment * kernel.loss_share)
 
     def _hook_module(self, path: str, module: nn.Module) -> None:
-        # A sharded collection shows the weights of its kernels as parameters of plain nn.Modules:
-        # they look nothing up.
+        # A sharded collection shows the weights of its kernels as parameters of plain nn.Modules,
+        # which look nothing up.
         weights = [] if type(module) is nn.Module else module.parameters(recurse=False)
         for weight in weights:
             shard = self.places.get((weight.data_ptr(), weight.shape))
@@ -287,7 +287,7 @@ def _decode_kernel(
     ids = args[0]
     if ids.variable_stride_per_key():
         raise ValueError("Codes do not support batch sizes that differ between features.")
-    # TorchRec has cached these when it distributed the ids: reading them does not synchronize.
+    # TorchRec cached these when it distributed the ids: reading them does not synchronize.
     starts, stride = ids.offset_per_key(), ids.stride()
     # Pooled outputs of features are side by side, sequences one below the other.
     is_pooled = pooling != "none"
@@ -319,7 +319,7 @@ def _pool(
 
     Args:
         offsets: where each bag begins, and where the last one ends.
-        weights: a factor for each id of all features; those of the rows are at ``span``. A
+        weights: a factor for each id of all features; the factors of the rows are at ``span``. A
             weighted mean divides by the number of rows.
     """
     factors = None
@@ -359,7 +359,7 @@ def _decode_module(shard: CodedShard, module: nn.Module, args: Any, kwargs: Any,
     row_ids = ids.reshape(-1).long()
     if isinstance(module, compact.CompactTable):
         row_ids = module.index(row_ids).long()
-        # Removed ids read the row of zeros behind the last row.
+        # Removed ids read the row of zeros after the last row.
         row_ids = torch.where(row_ids < 0, shard.rect.rows, row_ids)
     rows = shard.decode(row_ids)
     if isinstance(module, nn.EmbeddingBag):

@@ -33,9 +33,9 @@ _LISTED = 8
 
 
 def _fits(listed: int, weights: Tensor) -> bool:
-    """Return whether so many blocks of a shard may be listed. The limit is twice that of held
-    scores: a bucket rarely has as many blocks, and without a list all weights are read two more
-    times."""
+    """Return whether this many blocks of a shard may be listed. The limit is twice the limit of
+    held scores: a bucket rarely has that many blocks, and without a list all weights are read two
+    more times."""
     return not too_large(_LISTED * listed, 2 * weights.nbytes)
 
 

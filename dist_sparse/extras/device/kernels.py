@@ -20,7 +20,7 @@ from torch import Tensor
 from dist_sparse.records import TINY
 from dist_sparse.tables.shards import sent
 
-# Wider blocks are summed in so many partial sums, as torch.sum does with AVX2.
+# Wider blocks are summed in this many partial sums, as torch.sum does with AVX2.
 _LANES = 16
 
 # Triton's types of weights and totals.
@@ -158,8 +158,8 @@ def sweep(
         from_list: the scores are of listed blocks.
         holds: write all scores.
         lists: write scores and places of the blocks within, in any order.
-        packs: write the bits of kept and of dirty blocks. Of listed blocks, which have the bits of
-            kept ones so far, only the bits of removed ones change.
+        packs: write the bits of kept and of dirty blocks. Listed blocks have the bits of kept ones
+            so far: only the bits of removed ones change.
     """
     counts = torch.zeros(len(jobs), 1 + buckets, dtype=torch.int64, device=device)
     # A launch that only counts needs no places.

@@ -1,7 +1,7 @@
 """Triton kernel of dirty rows: flags rows before a backward writes them, and zeroes their removed
 weights before a lookup reads them.
 
-Imported only where Triton can run, as :mod:`dist_sparse.extras.device.kernels`.
+Imported only where Triton can run, like :mod:`dist_sparse.extras.device.kernels`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dist_sparse.tables.shards import sent
 # Elements that a program looks at together: 8 for each thread of its 4 warps.
 _TILE = 1024
 
-# At most so many columns in a tile, one for each lane of a warp: wider rows take several turns.
+# A tile has at most this many columns, one for each lane of a warp: wider rows take several turns.
 _COLS = 32
 
 
@@ -205,8 +205,8 @@ def visit_rows(
     columns at a time. Each program takes IDS ids, feature by feature. Without BY_ID, all rows of
     the tables take the place of the ids.
 
-    Tiles are flat, so that the lanes of a warp read neighbours in a row: a matrix of addresses,
-    about which it knows nothing, Triton would lay out by columns. The numbers added to ``info`` are
+    Tiles are flat, so that the lanes of a warp read neighbours in a row: Triton would lay out a
+    matrix of addresses, about which it knows nothing, by columns. The numbers added to ``info`` are
     the positions of the fields of :class:`Feature`.
     """
     element = tl.arange(0, IDS * COLS)
@@ -268,10 +268,10 @@ def visit_rows(
                 col = first + element % COLS
                 block = (col + cut) >> width if SHIFTS else (col + cut) // width
                 flag = before + block
-                # Elements outside load a byte of ones: nothing of them is removed.
+                # Elements outside load a byte of ones: none of them is removed.
                 byte = tl.load(bits + (flag >> 3), mask=inside & (col < cols), other=0xFF)
                 removed = ((byte.to(tl.int32) >> (flag & 7)) & 1) == 0
                 tl.store(weight + col, tl.zeros([IDS * COLS], dtype=WORD), mask=removed)
         # This ends, even if `ends` does not ascend: the search found that the next feature begins
-        # behind `position`.
+        # after `position`.
         position = stop

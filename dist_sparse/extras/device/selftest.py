@@ -153,8 +153,8 @@ class _Model:
         return [shard.tensor.float().cpu() for data in located.values() for shard in data.shards]
 
     def check_masks(self, what: str) -> None:
-        """Check that the masks equal those of the same tables in one process on the CPU, and that
-        removed weights are zero.
+        """Check that the masks equal the masks of the same tables in one process on the CPU, and
+        that removed weights are zero.
 
         Raises:
             Difference: masks differ.
@@ -172,8 +172,8 @@ class _Model:
 
 
 def masks_equal_the_cpus(device: torch.device) -> str:
-    """Compare masks of all blocks, of tables cut by rows over the ranks, with those of one process
-    on the CPU."""
+    """Compare the masks of all blocks, of tables cut by rows over the ranks, with the masks that
+    one process computes on the CPU."""
     for score, block in product(_SCORES, _BLOCKS):
         trial = _Model(device, block, 0.5, score=score)
         trial.check_masks(f"{block} by {score} at 50%")

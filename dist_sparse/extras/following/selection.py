@@ -143,8 +143,8 @@ class LookupCounts:
         self._touched = None
 
     def saved(self, ids: int, group: Group) -> ChunkedTensor:
-        """Return the counts for a state: one tensor of all ``ids`` of the table, of which each rank
-        writes a part."""
+        """Return the counts for a state: one tensor for all ``ids`` of the table; each rank writes
+        a part of it."""
         counts = self.counts
         # If there are fewer ids than ranks, the last ranks own none and write nothing.
         if not len(counts):
@@ -214,7 +214,7 @@ class CandidateCounts:
     def of(self, ids: Tensor) -> Tensor:
         """Return the counts of owned ids: int64 ``(n,)``."""
         places = torch.searchsorted(self.ids, ids.long())
-        # An id above all candidates is placed behind the last one, where no id is.
+        # An id above all candidates is placed after the last one, where no id is.
         candidates = nn.functional.pad(self.ids, (0, 1), value=VACANT)
         counts = nn.functional.pad(self.counts, (0, 1)).long()
         return torch.where(candidates[places] == ids, counts[places], 0)
@@ -309,7 +309,7 @@ def gather_parts(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
 
 # Selection
 
-# The ranking key of protected ids. It is above that of any count.
+# The ranking key of protected ids. It is above the key of any count.
 PROTECTED = 2 * MOST + 2
 
 # Bits of a key that a round determines. Three rounds determine 33: all keys up to PROTECTED.
@@ -360,7 +360,7 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
     """
     # Slots left for ids whose key begins with the prefix.
     left = torch.tensor(slots, dtype=torch.int64)
-    # The bits known so far of each table's last winning key.
+    # The known bits of each table's last winning key.
     prefix = torch.zeros(len(keys), dtype=torch.int64)
     for shift in (2 * _BITS, _BITS, 0):
         histograms = [

@@ -222,8 +222,8 @@ class FollowingTables:
 
     Raises:
         ValueError: an argument is invalid, missing, or differs between ranks; the model has no
-            following tables, or two of one name, or another FollowingTables. On every rank. If a
-            rank runs out of memory, lookups that compact() has carried over may be lost.
+            following tables, or two of one name, or already has another FollowingTables. On every
+            rank. If a rank runs out of memory, lookups that compact() has carried over may be lost.
 
     Example::
 

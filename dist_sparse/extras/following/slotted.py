@@ -330,7 +330,7 @@ class FollowingIds(CompactIds):
     def count_batches(self) -> None:
         """Count the ids of recorded batches, and update :attr:`lookup_stats`.
 
-        Call it before ids are admitted: a lookup counts as missed by the current index. Of the
+        Call it before ids are admitted: a lookup counts as missed by the current index. For the
         batches that were in flight at an update, this may differ from what they read."""
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
         for values, lengths in self._batches:
@@ -347,7 +347,7 @@ class FollowingIds(CompactIds):
         """Count lookups from before this collection existed.
 
         Args:
-            first: the first id that they are of.
+            first: the first id that they count.
             lookups: of ids in their order, ``(n,)``; decayed ones are rounded.
         """
         # Only what is looked up becomes int64: a table may have 100M ids.
@@ -521,7 +521,8 @@ def follow_kept_rows(changes: Sequence[Change], store: PackedStore) -> None:
 
     :class:`~dist_sparse.extras.following.FollowingTables` gives the slots to the most looked-up ids
     from then on. It continues from the lookups that the sparsifier has counted
-    (``score="frequency"``). Without them, and of tables that were compact before, it counts from 0.
+    (``score="frequency"``). Without them, and for tables that were compact before, it counts from
+    0.
 
     Args:
         changes, store: what :func:`~dist_sparse.compact` passes.
@@ -566,7 +567,7 @@ def _follow_kept(compact: Any, counted: Mapping[str, Sequence[Held]]) -> Any:
     indexes = {}
     rows = stored_rows(compact.inner)
     for name, index in compact.table_indexes().items():
-        # Rows that pad a shard are no slots. A model that following() builds has none, so no new
+        # Rows that pad a shard are not slots. A model that following() builds has none, so no new
         # process could load the checkpoint.
         if rows[name] > max(1, index.stored):
             raise ValueError(

@@ -120,7 +120,7 @@ class Frontier:
         table_bytes: the bytes of the model's tables as they are.
         full: its metrics.
         metric: the metric by which methods are compared.
-        lower_is_better: metrics of which less is better.
+        lower_is_better: metrics for which less is better.
         tolerance: a smaller difference of the metric does not count.
         trials: all that was measured.
     """
@@ -134,8 +134,8 @@ class Frontier:
 
     @cached_property
     def points(self) -> tuple[Trial, ...]:
-        """Of each budget and method the smallest trial within tolerance of the best; by budget, the
-        largest first, then the best method first."""
+        """For each budget and method, the smallest trial within tolerance of the best; by budget,
+        the largest first, then the best method first."""
         by_method: dict[tuple[float, str], list[Trial]] = defaultdict(list)
         for trial in self.trials:
             by_method[trial.budget, trial.method].append(trial)
@@ -146,15 +146,15 @@ class Frontier:
         return tuple(sorted(best, key=lambda t: (-t.budget, self.loss(t))))
 
     def loss(self, trial: Trial) -> float:
-        """Return by how much the metric is worse than that of the model as it is."""
+        """Return by how much the metric is worse than the metric of the model as it is."""
         worse = self.full[self.metric] - trial.metrics[self.metric]
         return -worse if self.metric in self.lower_is_better else worse
 
     @property
     def recommended(self) -> Trial | None:
-        """The smallest budget within which a method loses no more than ``tolerance``, and the
-        simplest method there that is as good as the best but for half of it, in the fewest bytes;
-        None if all lose more."""
+        """The smallest budget within which a method loses no more than ``tolerance``, and there the
+        simplest method within half of ``tolerance`` of the best one, in the fewest bytes. None if
+        all methods lose more."""
         good = defaultdict(list)
         for point in self.points:
             if self.loss(point) <= self.tolerance:
@@ -165,7 +165,7 @@ class Frontier:
         return min(near, key=lambda t: (order.index(t.method), t.bytes), default=None)
 
     def _near_best(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Return the trials that lose no more than the best but for half of the tolerance."""
+        """Return the trials that lose at most half of the tolerance more than the best one."""
         best = min(map(self.loss, trials), default=0.0)
         return [trial for trial in trials if self.loss(trial) <= best + self.tolerance / 2]
 
@@ -232,7 +232,7 @@ def frontier(
     the world must call it.
 
     For each budget and method, the weights that fit are written into the tables, measured, and
-    restored; the model is not trained. Bytes are those of
+    restored; the model is not trained. Bytes are counted as in
     :class:`~dist_sparse.planning.candidates.ServedBytes`: scales, indexes and bases are counted.
     Masks finer than rows save none, so no method prunes them.
 
@@ -244,14 +244,13 @@ def frontier(
         train: called with a fraction, returns ``(model, evaluate)``: a model trained like this one,
             with that fraction of the columns of its tables. For the method ``"small"``.
         budgets: shares of the tables' bytes: fractions, or text such as ``"10%"``.
-        methods: of those in :data:`~dist_sparse.extras.frontier.METHODS`: ``"bits"``,
-            ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"``, ``"column"`` and
-            ``"codes"``. None is all of them, without ``"small"`` if there is no ``train``, and
-            without ``"rotated"`` and ``"codes"`` where these extras are missing. Codes
-            are of all columns, or of as many as fit, 4 or 8 columns a code; they are fitted to the
-            present weights, and training through them usually gains more
-            (:func:`~dist_sparse.extras.codes.quantize`).
-        dtypes: dtypes of the stored weights, of the other methods than the last two.
+        methods: some of :data:`~dist_sparse.extras.frontier.METHODS`: ``"bits"``, ``"untouched"``,
+            ``"small"``, ``"rotated"``, ``"rows"``, ``"column"`` and ``"codes"``. None is all of
+            them, without ``"small"`` if there is no ``train``, and without ``"rotated"`` and
+            ``"codes"`` where these extras are missing. Codes are of all columns, or of as many as
+            fit, 4 or 8 columns a code; they are fitted to the present weights, and training through
+            them usually gains more (:func:`~dist_sparse.extras.codes.quantize`).
+        dtypes: dtypes of the stored weights, for all methods except the last two.
         rotate: ``"table"``, or groups of tables that are read only by dot products between them, as
             in ``dist_sparse.extras.rotation``, without which no method ``"rotated"`` is known.
         protect: globs of tables that keep all rows, as tables of fewer than 16 do.
@@ -366,11 +365,11 @@ def trials_of(
     """Return what to try within a budget. Where a dtype alone meets it, nothing else is removed.
 
     Args:
-        choices: the tables and the budget. Of all ``prunable`` tables the same fraction of rows is
-            removed; the untouched rows are removed by a method of their own alone.
+        choices: the tables and the budget. All ``prunable`` tables lose the same fraction of rows;
+            only a method of its own removes the untouched rows.
         share: the budget as a fraction of the tables' bytes.
         methods: some of :data:`METHODS`.
-        dtypes: dtypes of the stored weights, of methods that are not named after theirs.
+        dtypes: dtypes of the stored weights, for methods that are not named after a dtype.
         trains: whether models with fewer columns can be trained.
     """
     # These methods keep untouched rows: "untouched" alone is credited for their bytes.
@@ -407,7 +406,7 @@ def _is_tried(choice: Choice, method: str, *, trains: bool) -> bool:
         return False
     if choice.kind == "small" and not trains:
         return False
-    # Without untouched rows, the candidate is the one of "bits".
+    # Without untouched rows, the candidate is the same as for "bits".
     if method == "untouched" and not choice.candidate.levels:
         return False
     # The model as it is was measured before any trial.
@@ -433,7 +432,7 @@ class _Measurements:
         full: metrics of the model as it is.
 
     Raises:
-        ValueError: weights or metrics are no finite numbers, metrics differ between ranks, or the
+        ValueError: weights or metrics are not finite numbers, metrics differ between ranks, or the
             file can't be read; on every rank.
     """
 

@@ -33,14 +33,13 @@ from dist_sparse.whole_rows import change_rows_, refuse_cut_copies
 
 @contextmanager
 def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
-    """Have the tables of ``model`` hold, within the block, the weights that would be served.
-    Collective: every rank of the world must enter and leave it; of the weights only rows that
-    column borders cut travel.
+    """Within the block, the tables of ``model`` hold the weights that would be served. Collective:
+    every rank of the world must enter and leave it. Only rows that column borders cut are sent.
 
     Rows are removed first: by norm and Adagrad's sums where a fused Adagrad trains the tables,
     otherwise by the L2 norm; an attached enforcer changes nothing about that. Then tables are
     rotated and lose their last columns. Then the rest is rounded, and tables that were rotated
-    alone are rotated back, so that they may differ from what is served in the last bit.
+    alone are rotated back. So they may differ in the last bit from what is served.
 
     Afterwards, also after an error, the weights are what they were, bit for bit; what masks remove
     is zero. Takes a copy of this rank's shards. No optimizer state is written.
@@ -162,7 +161,8 @@ def _rotate(candidate: Candidate, located: Located) -> dict[str, Tensor]:
     for group in candidate.groups:
         ranks = group_over(located[group[0]].ranks)
         bases = bases_of(gram_matrices([located[name] for name in group], ranks), group)
-        # As in rotate(): bases may differ in the last bit, and all ranks use those of the first.
+        # As in rotate(): bases may differ in the last bit, and all ranks use the bases of the
+        # first.
         share_([*bases.values()], ranks)
         for name, basis in bases.items():
             turn_(located[name], basis, ranks)

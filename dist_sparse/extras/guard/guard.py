@@ -34,7 +34,7 @@ __all__ = ["Guard"]
 
 Mode = Literal["max", "min"]
 
-# Factor of a metric by mode: times it, larger is better in both modes.
+# Factor of a metric by mode: after the multiplication, larger is better in both modes.
 _SIGNS = {"max": 1.0, "min": -1.0}
 
 
@@ -102,10 +102,10 @@ class Guard(UpdateGuard):
     undone if weights or masks were loaded, or masks squashed, in between: the level stays, with a
     warning, and the schedule ends.
 
-    A guard is of one training: :func:`~dist_sparse.sparsify` starts it again.
+    A guard belongs to one training: :func:`~dist_sparse.sparsify` starts it again.
 
     Args:
-        tolerance: the metric may be worse than the best one by so much, at least 0.
+        tolerance: by how much the metric may be worse than the best one, at least 0.
         mode: ``"max"`` if a larger metric is better, ``"min"`` if a smaller one is.
 
     Attributes:
@@ -205,7 +205,7 @@ class Guard(UpdateGuard):
 
         Args:
             metric: a finite number or a tensor of one, the same on every rank: reduce it first. The
-                first one is the first reference, and later the best one that held is.
+                first one is the first reference; later, the best one that held is the reference.
 
         Returns:
             Whether the metric holds.

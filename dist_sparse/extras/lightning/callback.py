@@ -84,7 +84,7 @@ class SparsifyCallback(Callback):
     which removed weights are 0; ``trainer.fit(ckpt_path=...)`` resumes exactly, also on another
     number of DDP ranks. Another fit of the same model by the same Trainer resumes as well; any
     other starts again. A resumed fit keeps its schedule, whatever the arguments here. For sharded
-    models ``dcp.save({"sparse": callback})``, and ``dcp.load`` of it once training has started.
+    models, call ``dcp.save({"sparse": callback})``, and ``dcp.load`` once training has started.
 
     At each mask update the achieved sparsity is sent to all loggers and to
     ``trainer.callback_metrics``: ``sparsity/<table>`` of each, and ``sparsity/level``, the
@@ -288,7 +288,7 @@ class SparsifyCallback(Callback):
     ) -> None:
         stats = training.sparsifier.table_stats()
         metrics = {f"sparsity/{table.name}": table.sparsity for table in stats}
-        # The level "untouched" is no number.
+        # The level "untouched" is not a number.
         if None not in levels.values():
             scheduled = blocks = 0
             for table in stats:

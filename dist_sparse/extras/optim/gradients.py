@@ -32,7 +32,7 @@ Gradients = dict[nn.Parameter, Tensor | None]
 # It leaves losses and gradients as they are, and always steps.
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
-# What is called of a scaler.
+# The methods of a scaler that are called.
 _SCALER_METHODS = (
     *("scale", "unscale_", "step", "update", "is_enabled", "get_scale", "get_backoff_factor"),
     *("state_dict", "load_state_dict"),
@@ -79,8 +79,8 @@ def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
 
     Returns:
         For each claim the gradients of its parameters, added to the present ``.grad``. The
-        ``.grad`` of all other parameters than the first claim's stays as it is; the caller sets
-        that of the first.
+        ``.grad`` of all parameters except the first claim's stays as it is; the caller sets the
+        first claim's.
     """
     # One backward for each group.
     groups = [claims] if _of_one_loss(claims) else [[claim] for claim in claims]
@@ -126,7 +126,7 @@ def _run_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradient
     losses = {
         claim.scaler.get_scale(): claim.scaler.scale(claim.loss / claim.parts) for claim in claims
     }
-    # The smallest scale: at a larger one, gradients could overflow whose own scaler has backed off.
+    # The smallest scale: a larger one could overflow gradients whose own scaler has backed off.
     scale = min(losses)
     for claim in claims:
         # Gradients of earlier micro-steps, to which this backward adds, are at their own scale.
@@ -194,7 +194,7 @@ def _back_off(scaler: torch.amp.GradScaler) -> None:
 def gradient_norm(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
     """Return the p-norm of all gradients as one vector: a scalar on their device, not finite if a
     gradient is not, or if it overflows."""
-    # Entries are all of a sparse gradient that is not zero.
+    # The entries of a sparse gradient are all of it that is not zero.
     values = [grad.values() if grad.is_sparse else grad for grad in _gradients(parameters)]
     # Not empty ones, of batches without ids: torch refuses them for the norm of inf.
     return torch.nn.utils.get_total_norm(filter(torch.numel, values), norm_type)

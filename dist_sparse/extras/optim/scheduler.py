@@ -75,7 +75,7 @@ class OptimScheduler(abc.ABC):
         optim_loss: name of the loss to differentiate; None is ``"loss"``.
         updated_modules: one or several modules, by path from the user's own module; None is the
             whole model.
-        step_per_update: update at every so many real steps; others are not differentiated.
+        step_per_update: update once in this many real steps; the others are not differentiated.
         use_amp: mixed precision. With float16 a :class:`torch.amp.GradScaler` scales the loss.
         accum_grad: number of steps in a real step; their gradients are averaged.
         ft_factor: factor of all learning rates, for fine-tuning.
@@ -166,7 +166,7 @@ class OptimScheduler(abc.ABC):
         # Read once: the model must not be wrapped or sharded after this.
         self._wiring = wiring_of(model)
         owned = parameters_of(self._wiring, updated_modules)
-        # Tables may stay on the CPU: what is not there decides.
+        # Tables may stay on the CPU: the parameters that are elsewhere decide.
         devices = {parameter.device.type for parameter in model.parameters()}
         self._device = min(devices - {"cpu"}, default="cpu")
         # A loss and its gradients, computed by a peer's step; this one's has yet to use them.
@@ -257,7 +257,7 @@ class OptimScheduler(abc.ABC):
         with sharded tables.
 
         Several OptimSchedulers of a model can be stepped one after the other with the losses of one
-        forward. Delete one that is no longer stepped, or its gradients are still computed.
+        forward. Delete one that is no longer stepped; otherwise its gradients are still computed.
 
         Args:
             losses: of this step's forward, by name. They are not changed.

@@ -1,7 +1,7 @@
 """Charts of a run as data: AUC over bytes; sparsity and series over steps; tables.
 
-:mod:`~dist_sparse.extras.report.drawing` draws them. Of more than 30 tables a chart shows the
-largest. Time is linear in the lines of the log. Charts with nothing to see are left out.
+:mod:`~dist_sparse.extras.report.drawing` draws them. If there are more than 30 tables, a chart
+shows the largest. Time is linear in the lines of the log. Charts with nothing to see are left out.
 """
 
 import math

@@ -25,7 +25,7 @@ _OTHERS = (
 )
 _SOFT, _TRACK = "#515c6b", "#e3e8ef"
 
-# Width of a figure in inches. Its height is that of the plot, and of a line for each entry.
+# Width of a figure in inches. Its height is the height of the plot, and of a line for each entry.
 _WIDTH, _HEIGHT, _ENTRY = 5.4, 2.7, 0.22
 
 _STYLE = {
@@ -43,7 +43,7 @@ _STYLE = {
     "path.simplify_threshold": 1.0,
     "svg.fonttype": "none",
     "svg.hashsalt": "dist_sparse",
-    # "$" in the name of a table is no formula.
+    # "$" in the name of a table is not a formula.
     "text.parse_math": False,
     "xtick.color": _SOFT,
     "ytick.color": _SOFT,
@@ -131,7 +131,7 @@ def _draw_dots(chart: Chart, axes: Axes) -> list[Entry]:
         offset = (0, -12 if line.number % 2 else 5)
         for name, point in zip(line.labels, zip(taken, heights, strict=True), strict=True):
             axes.annotate(_cut(name, 20), point, offset, textcoords="offset points", ha="center")
-    # Room for the labels, and at least one power of two to tell the bytes.
+    # Room for the labels, and at least one power of two to show the bytes.
     axes.set_xlim(min(places) / 1.5, max(places) * 1.5)
     axes.margins(y=0.15)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda taken, _: size(taken)))

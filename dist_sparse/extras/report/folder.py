@@ -1,7 +1,7 @@
 """Files of a run's folder: ``run.json`` describes the run, ``log.jsonl`` has one line per event.
 
 - A crash leaves both readable. ``run.json`` is written by a rename. ``log.jsonl`` is only appended
-  to: a crash cuts at most its last line short. Readers skip that line, also when a resumed run has
+  to: a crash cuts at most its last line short. Readers skip that line, even if a resumed run has
   appended more.
 - One process at a time writes a log. It locks ``log.lock``, and the lock ends with the process. Two
   writers are not noticed on file systems that have no locks, or do not share them between hosts.

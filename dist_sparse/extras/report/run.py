@@ -174,7 +174,8 @@ class RowTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that was read from its folder. Mappings without a word are by the name of a table.
+    """A run that was read from its folder. Mappings are by the name of a table unless stated
+    otherwise.
 
     Args:
         folder: the folder of the run.
@@ -383,8 +384,8 @@ def read_run(folder: str | Path, *others: str | Path) -> Run:
         folder, others: that a :class:`~dist_sparse.extras.report.RunLog` wrote.
 
     Raises:
-        ValueError: there is no run, its format is another, or ``RunLog`` does not write such a
-            line; names the file.
+        ValueError: there is no run, its format is another one, or it has a line that ``RunLog``
+            does not write; names the file.
 
     Example::
 
@@ -550,7 +551,7 @@ class _Events:
         # -1: no step was logged.
         if line["step"] >= 0:
             self._last_step = line["step"]
-        # A session without a sparsifier has no tables; those of an earlier session stay.
+        # A session without a sparsifier has no tables; the tables of an earlier session stay.
         if line["tables"]:
             self._at_end = _end_of_tables(line["tables"])
 

@@ -105,11 +105,11 @@ class RunLog:
         sparsifier: what :func:`~dist_sparse.sparsify` returned, or a sparsifier: log its mask
             updates from now on. A recorder is attached to it until the log is closed; one log at a
             time.
-        enforcer: log its time at the end. By default that of what ``sparsify`` returned.
+        enforcer: log its time at the end. By default the enforcer of what ``sparsify`` returned.
         slots: a :class:`~dist_sparse.extras.following.FollowingTables`: log its updates until the
             log is closed; one log at a time.
         model: count the bytes of all its tables, those that are not sparsified too, so that bytes
-            of runs compare.
+            of runs are comparable.
         name: the run's name in reports; by default the folder's.
         config: JSON-able description of the run, written to ``run.json``.
         sinks: receive every number as well, on rank 0 (:mod:`dist_sparse.extras.report.run_log`).
@@ -214,7 +214,7 @@ class RunLog:
         Args:
             step: larger than in the last call.
             **values: numbers or one-element tensors, such as ``loss=``; None is left out. Reading a
-                tensor of a GPU waits for it. Those of rank 0 are written.
+                tensor of a GPU waits for it. The values of rank 0 are written.
 
         Raises:
             ValueError: ``step`` is not an int or not larger than the last one, a value is not a
@@ -268,7 +268,7 @@ class RunLog:
             self._shut()
 
     def __repr__(self) -> str:
-        """Return the folder and the tables: of the model, or those of the sparsifier alone."""
+        """Return the folder and the tables of the model, or of the sparsifier alone."""
         state = "closed" if self._closed else "open"
         head = f"RunLog({printable(str(self.folder))}, {state}"
         return "\n".join([head, *self._shown, f"  last step: {self._last_step}", ")"])

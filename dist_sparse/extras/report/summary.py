@@ -39,7 +39,7 @@ from dist_sparse.text import (
     wrapped,
 )
 
-# `verdict` ignores a loss of AUC up to this one: seeds alone move the AUC of small runs as much.
+# `verdict` ignores a loss of AUC up to this: seeds alone move the AUC of small runs by as much.
 TOLERANCE = 0.002
 
 # Fields of a table in `numbers`.
@@ -72,7 +72,7 @@ def _config_text(changed: Mapping[str, Any]) -> str:
 # Columns of a table by their heads: the key of a value in a row, and the value as text.
 _Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
 
-# Of a comparison, whose rows are those of `compare`.
+# Columns of a comparison, whose rows come from `compare`.
 _COLUMNS: _Columns = {
     "run": ("name", str),
     "kept": ("share", percent),
@@ -102,8 +102,8 @@ _MISSING = {"delta": ""}
 
 
 def columns_of(run: Run) -> _Columns:
-    """Return the columns of a comparison. What reads removed rows has one if a run has logged
-    it."""
+    """Return the columns of a comparison. The share that reads removed rows has one if a run has
+    logged it."""
     columns = dict(_COLUMNS)
     if all(zeros_of(one, run) is None for one in run.all_runs):
         del columns["reads zeros"]
@@ -148,7 +148,7 @@ def _by_seed(run: Run) -> dict[tuple[str, str], Run]:
 
 
 def whole_bytes(run: Run) -> int | None:
-    """Return the dense bytes, of which all sizes are shares."""
+    """Return the dense bytes: all sizes are shares of them."""
     # A baseline that was logged without `model=` and without a sparsifier has no bytes.
     return baseline(run).bytes_dense or run.bytes_dense
 
@@ -158,7 +158,7 @@ def compare(run: Run) -> list[dict[str, Any]]:
 
     ``sparsity``: share of removed blocks. ``bytes``: of the kept weights of all tables; ``share``:
     of the baseline's dense bytes. ``auc``: the last test AUC, or, if no run has one, the last AUC;
-    ``delta``: minus that of the baseline, of the same seed if there is one. ``reads_zeros``: the
+    ``delta``: minus the AUC of the baseline, of the same seed if there is one. ``reads_zeros``: the
     share of that AUC's examples that read removed rows. ``ms_per_step``: as logged,
     else of rank 0 while the log was open. ``changed``: entries of its config that differ
     from the baseline's, by dotted keys; a missing key is None.
@@ -186,7 +186,7 @@ def compare(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-# Of seeds of one method, the means of these are shown.
+# For seeds of one method, the means of these are shown.
 _MEANS = ("share", "auc", "delta", "reads_zeros", "bytes", "sparsity", "ms_per_step")
 
 
@@ -215,8 +215,8 @@ def method_rows(run: Run) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 def _methods(run: Run) -> dict[str, list[Run]]:
-    """Return the runs by method, in order: the seeds of a method are together. A run that repeats
-    a seed is by its name."""
+    """Return the runs by method, in order: the seeds of a method are together. A run that repeats a
+    seed is listed by its name."""
     by_method: dict[str, list[Run]] = defaultdict(list)
     by_seed = _by_seed(run)
     for one in run.all_runs:
@@ -473,10 +473,10 @@ def numbers(run: Run) -> dict[str, Any]:
         ``bytes_dense`` and ``bytes_kept`` of all tables of the model, if ``RunLog`` was given it,
         else of the registered ones; ``bytes_masks``; ``dead_rows`` of all tables, None where one is
         unknown; ``last``, the last value of each series; ``seconds``: ``total``, ``masks``,
-        ``enforcement``, and ``share``, of a step's time in the latter two; ``due_steps`` (mask
-        updates), ``collectives`` and ``bytes_sent`` of rank 0; ``tables``, the registered ones, and
-        ``other_tables``, bytes of others by name; ``artifacts``; ``baseline``, the name of the run
-        that others are compared with, and ``runs``, a row of each
+        ``enforcement``, and ``share``, the fraction of a step's time in the latter two;
+        ``due_steps`` (mask updates), ``collectives`` and ``bytes_sent`` of rank 0; ``tables``, the
+        registered ones, and ``other_tables``, bytes of others by name; ``artifacts``; ``baseline``,
+        the name of the run that others are compared with, and ``runs``, a row of each
         (:func:`~dist_sparse.extras.report.summary.compare`); ``compared``, the ``last`` of each
         compared run.
 

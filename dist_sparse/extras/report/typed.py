@@ -1,6 +1,6 @@
 """Types of the values in the files of a run, which an editor or another program may have changed.
 
-They are those of annotations: the dataclasses that are made of such values have them anyway.
+They come from annotations, which the dataclasses that are made of such values have anyway.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ _TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Types that a value may have in JSON, and those of its items; no items: of any type. A list
-    has ``length`` items, or any number of them if that is 0."""
+    """Types that a value may have in JSON, and the types of its items; without these, items may
+    have any type. A list has ``length`` items, or any number of them if that is 0."""
 
     types: frozenset[type]
     items: frozenset[type]
@@ -125,7 +125,7 @@ def _parts_of(hint: Any) -> Sequence[Any]:
 
 
 def _has_type(value: Any, types: frozenset[type]) -> bool:
-    # type() and not isinstance(): True is no number.
+    # type() and not isinstance(): True is not a number.
     kind = type(value)
     if kind is int or kind is float:
         # Not NaN, an infinity, or a whole number that overflows when it is divided.

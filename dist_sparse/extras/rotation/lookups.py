@@ -23,8 +23,8 @@ class TableLookup(NamedTuple):
     Args:
         modules: all modules of the model by path, without wrappers.
         module: the module that looks the table up.
-        outputs: the outputs of a collection that are of the table; None is the only output of any
-            other module.
+        outputs: the outputs of a collection that belong to the table; None is the only output of
+            any other module.
     """
 
     modules: Mapping[str, nn.Module]
@@ -89,7 +89,7 @@ def _module_at(
     modules: Mapping[str, nn.Module], path: str
 ) -> tuple[nn.Module | None, list[str | None], bool]:
     """Return the module that looks up the table at ``path``, None if the model has no such table;
-    the outputs that are of the table; and whether a feature processor contains the module."""
+    the outputs that belong to the table; and whether a feature processor contains the module."""
     # In TorchRec's collections, <path of the collection>.embedding_bags.<table>.
     collection_path, _, table = path.rpartition(".")
     collection_path = collection_path.rpartition(".")[0]
@@ -120,7 +120,7 @@ def _reading_layer(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
     """Return the layer or nonlinearity to which an ``nn.Sequential`` passes the output of
     ``table``; "" for none."""
     for path, module in modules.items():
-        # The parts behind the table; none if the table is not among them.
+        # The parts after the table; none if the table is not among them.
         from_table = dropwhile(lambda part: part[1] is not table, _called_in_turn(module, path))
         for name, part in islice(from_table, 1, None):
             # A module of the user's may compute the dot products.

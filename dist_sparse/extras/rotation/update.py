@@ -155,7 +155,7 @@ class _Rotator:
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
         packed = self.sparsifier.masks.tables
-        # With their masks: enforcer.settle() needs those of the current shards.
+        # With their masks: enforcer.settle() needs the masks of the current shards.
         located = packed.current_for("step()")
         with packed.agreeing("step()"):
             enforcer = _enforcer(self.sparsifier)
