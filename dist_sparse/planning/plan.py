@@ -462,8 +462,8 @@ def _without_headers(
 
     if max(map(width, _of_kind(fitting, kind, "int4")), default=0) >= _NO_GAIN_FROM:
         return ()
-    # The codes that keep the most columns; of equal ones the finest, which CODED lists first: the
-    # best codes on Gowalla kept 40 or 44 of 64.
+    # The finest codes, which CODED lists first, that keep most of the columns: the best codes on
+    # Gowalla kept 40 or 44 of 64.
     coded = chain(*map(of_dtype, CODED))
     wide = [choice for choice in coded if width(choice) >= 0.6 * widest.shape[1]]
     return (*of_dtype(BY_COLUMN), *wide[:1])
