@@ -143,7 +143,7 @@ def move_rows(
     wanted: Sequence[Sequence[Rect]],
 ) -> Iterator[tuple[Rect, Tensor]]:
     """Yield the kept rows that this rank wants, chunk by chunk, bit for bit. Collective over the
-    ranks of ``source``: one all-to-all a chunk, in each ``next()``, so all ranks must exhaust the
+    ranks of ``source``: one all-to-all per chunk, in each ``next()``, so all ranks must exhaust the
     iterator. Of several replicas the first sends.
 
     Args:
@@ -538,7 +538,7 @@ def move_tables(
         # step.
         parameter = source.parameters.get(name)
         made = {}
-        # Not by arange(), which takes 8 bytes an id.
+        # Not by arange(), which takes 8 bytes per id.
         into = torch.zeros(there.shape[0], dtype=torch.bool)
         into[: flags.count_nonzero()] = True
         move = _Copy(here, there, flags, placed.get(name, into))

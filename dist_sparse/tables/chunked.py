@@ -118,7 +118,7 @@ class ChunkedTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Support the operations that copies of a state and DCP's stagers use, and no others."""
+        """Support only the operations that copies of a state and DCP's stagers use."""
         aten = torch.ops.aten
         self = args[0]
         # Views share their chunks, as views of a tensor share its storage.
