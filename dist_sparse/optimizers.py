@@ -77,7 +77,7 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
     """Return a function that lists the indices of the ``tensors`` that share memory with a given
     tensor.
 
-    By memory: views and ``.data`` of a parameter are objects of their own.
+    By memory: views and ``.data`` of a parameter are separate objects.
     """
     # First by storage, which holds one tensor in most cases.
     known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)

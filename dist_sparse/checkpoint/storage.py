@@ -346,7 +346,7 @@ class Folders:
 
     def sweep(self, keep: int) -> None:
         """Delete all but the last ``keep`` checkpoints, and what unfinished saves have left."""
-        # Folders without a marker are in none of the steps, so they are deleted too.
+        # Folders without a marker do not count as steps, so they are deleted too.
         kept = self.steps()[-keep:]
         for step in sorted({*self._found()} - {*kept}):
             self.delete(step)

@@ -263,7 +263,7 @@ class IndexedCollection(CompactCollection):
     Args:
         tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
         indexes: by table, of the tables that have removed rows.
-        is_weighted: as of an EmbeddingBagCollection.
+        is_weighted: as for an EmbeddingBagCollection.
         device: of the stored rows, which TorchRec initializes.
         stored_rows: by table, the least number of rows to store; rows after the kept ones are never
             read.

@@ -5,8 +5,8 @@ Both have three phases. All ranks must succeed in one part of a phase before any
 
 1. Check which rows and columns are kept, and whether all tables can be replaced. Nothing changes.
 2. Build: new modules are made here. :meth:`~dist_sparse.compaction.replacing.Rebuild.replace` puts
-   them in the place of the old ones, and moves weights and optimizer state of kept rows bit for
-   bit, table by table. A failure is undone.
+   them in place of the old ones, and moves weights and optimizer state of kept rows bit for bit,
+   table by table. A failure is undone.
 3. Release, by the same method: optimizers get the new parameters, and the old tables are freed.
    This can't be undone.
 """

@@ -55,8 +55,8 @@ def _rows(index: RowIndex, ids: Tensor) -> Tensor:
 
 
 class CompactCollection(nn.Module):
-    """A collection of TorchRec's that stores kept rows only: ``inner`` behind the ids of the whole
-    tables."""
+    """A TorchRec collection that stores kept rows only: ``inner``, which is called with the ids of
+    the whole tables."""
 
     inner: nn.Module
     tables: list[TableConfig]
@@ -237,7 +237,8 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Return the pooled bags, ``(bags, embedding_dim)``; arguments as of ``nn.EmbeddingBag``.
+        """Return the pooled bags, ``(bags, embedding_dim)``; the arguments are the same as for
+        ``nn.EmbeddingBag``.
 
         Raises:
             IndexError: an id is out of the range of the original table; on CUDA a device-side

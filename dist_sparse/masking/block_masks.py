@@ -648,7 +648,7 @@ def _new_mask(table: ScoredTable, shard: Shard, batch_masks: BatchMasks) -> NewM
 
 
 def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:
-    """Replace the scores of cut blocks by the decision of their owners."""
+    """Replace the scores of cut blocks with the decision of their owners."""
     partials, decision = cuts.partials[rect], cuts.decisions[rect]
     # Cut columns. The part of a removed block in this shard may be zero although the block is not.
     # It gets the score 0 instead of REMOVED: removed with the block, but not dirty.

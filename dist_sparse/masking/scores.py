@@ -326,7 +326,7 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     height, width = block
     rows, cols = scores.shape
     down, across = chosen.shape
-    # Padding ranks behind every (finite) element.
+    # Padding ranks after every (finite) element.
     padded = scores.new_full((down * height, across * width), torch.inf)
     padded[:rows, :cols] = scores
     # (down, height, across, width) to one row of elements a block, and back.

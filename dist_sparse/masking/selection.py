@@ -236,8 +236,8 @@ class _Search:
     """Radix search of one table: the leading bits of the k-th smallest key found so far, and how
     many of the keys with these bits are removed. Keys are scores, or indices of tied blocks.
 
-    In the first round of scores, zeros have a bucket of their own. Blocks that were removed before
-    score 0, so a threshold among them is common, and needs no further round.
+    In the first round of scores, zeros have their own bucket. Blocks that were removed before score
+    0, so a threshold among them is common, and needs no further round.
 
     Args:
         left: number of keys to remove.
@@ -309,7 +309,7 @@ class _ScoreSearch(_Search):
         else:
             low = self.prefix << self.shift
             for _, bits in segment.chunks():
-                # Zeros were counted in a bucket of their own: -1 is in none.
+                # Zeros were counted in their own bucket: -1 is not in any.
                 scores = bits.masked_fill(bits == 0, -1) if low == 0 else bits
                 yield count_within(scores, low, shift, buckets)
 

@@ -371,7 +371,7 @@ def _find_invalid_rows(stored: Tensors, entry: Table) -> Tensor:
     return is_invalid
 
 
-# Rows are stored in the order of their ids, so all rows behind an added or removed one move.
+# Rows are stored in the order of their ids, so all rows after an added or removed one move.
 
 
 def move_rows(stored: Tensors, before: RowIndex, after: RowIndex, new: Tensors) -> None:

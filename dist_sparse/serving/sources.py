@@ -246,7 +246,7 @@ class ServedTable:
         return F.pad(ids, (0, int(self.lookup.index.default_row)), value=len(self.kept))
 
     def whole(self, planned: Table) -> dict[str, Any]:
-        """Return those of its tensors that are not rows and are in the layout of the planned
+        """Return the tensors that are not rows, as far as they are in the layout of the planned
         table."""
         tensors = {"rotation": self.lookup.rotation, "books": self.books}
         if planned.kept < planned.rows:

@@ -52,7 +52,7 @@ def rotation_groups(
     wrong = f"Invalid {argument}={rotate!r}:"
     # An empty group is refused below.
     groups = rotate if isinstance(rotate, (list, tuple)) else [()]
-    # By type: a string in the place of a group would be a group of letters.
+    # By type: a string in place of a group would be a group of letters.
     if not all(isinstance(group, (list, tuple)) and group for group in groups):
         raise ValueError(f'{wrong} must be "table", or groups of names such as [["user", "item"]].')
     named = [*map(str, chain(*groups))]

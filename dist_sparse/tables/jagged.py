@@ -113,7 +113,7 @@ def check_weights(
             f"Invalid weights of dtype {weights.dtype}: must be floating-point; TorchRec ignores"
             " others in training, or raises."
         )
-    # FBGEMM would read behind weights that are too few.
+    # FBGEMM would read past the end of weights that are too few.
     if weights.shape != ids.shape:
         raise ValueError("Weights must have the shape of the ids.")
     return weights.float().contiguous()

@@ -443,7 +443,7 @@ def _replicated(
     alone."""
     parameter = at.module._parameters.get(attribute)
     ranks = at.ranks(attribute)
-    # FSDP leaves a flat slice in the place of a table.
+    # FSDP leaves a flat slice in place of a table.
     dims = (2,) if isinstance(at.module, nn.Embedding | nn.EmbeddingBag) else (0, 1, 2)
     if (reason := _reason_against(parameter, dims)) is not None:
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")

@@ -230,7 +230,7 @@ class Kernel:
 
     @property
     def divides_later(self) -> bool:
-        """Whether sums become means after the output distribution, as of row-wise tables."""
+        """Whether sums become means after the output distribution, as in row-wise tables."""
         tables = self.module._config.embedding_tables
         return self.pooling == "sum" and any(table.pooling is PoolingType.MEAN for table in tables)
 

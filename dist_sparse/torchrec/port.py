@@ -96,7 +96,7 @@ def compact_refusal(model: Any, module: Any) -> str | None:
             is_processed
         ),
         **around,
-        # Pipelines set a function of their own as the instance's forward.
+        # Pipelines set their own function as the instance's forward.
         "a train pipeline has replaced its forward; call pipeline.detach() first": (
             getattr(module.forward, "__self__", None) is not module
         ),
@@ -262,7 +262,7 @@ def parts(optimizer: object) -> list[Any] | None:
 def replace_parameter(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
     """Replace a parameter in the names that keyed optimizers have for parameters."""
     if isinstance(optimizer, CombinedOptimizer):
-        # It has no names of its own: it collects them from its parts.
+        # It has no names itself: it collects them from its parts.
         for _, part in optimizer.optimizers:
             replace_parameter(part, old, new)
         return

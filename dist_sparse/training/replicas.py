@@ -3,7 +3,7 @@ a separate model on each rank.
 
 If the tables are equal on all ranks when :func:`~dist_sparse.sparsify` is called, they are taken
 for replicas: weights and configurations are compared before each mask update. If they differ, each
-rank trains a model of its own, and nothing is compared. Either way the first rank warns once.
+rank trains its own model, and nothing is compared. Either way the first rank warns once.
 """
 
 from collections.abc import Sequence
