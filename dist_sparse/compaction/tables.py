@@ -55,8 +55,8 @@ def _rows(index: RowIndex, ids: Tensor) -> Tensor:
 
 
 class CompactCollection(nn.Module):
-    """A TorchRec collection that stores kept rows only: ``inner``, which is called with the ids of
-    the whole tables."""
+    """A TorchRec collection that stores kept rows only, in ``inner``, and takes the ids of the
+    whole tables."""
 
     inner: nn.Module
     tables: list[TableConfig]

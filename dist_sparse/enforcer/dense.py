@@ -126,7 +126,7 @@ class Holder(NamedTuple):
 
     @classmethod
     def alone(cls, tensor: Tensor) -> Holder:
-        """Wrap a tensor that no module holds in its own module."""
+        """Wrap a tensor that no module holds in a new module."""
         return cls(tensor, _holding([tensor]), "0")
 
 

@@ -178,7 +178,7 @@ class _TableBatch(nn.Module):
                 raise ValueError("Ids and offsets must be 1-D, and int32 or int64.")
         bags = offsets.size(0) - 1
         if bags < 0 or bags % self.features != 0:
-            raise ValueError("Features must have equally many bags, and offsets must include the end.")
+            raise ValueError("Offsets must cover equally many bags per feature, and the end.")
         if not offsets_fit(offsets, indices.size(0)):
             raise ValueError("Offsets begin with 0, never fall, and end with the number of ids.")
         weights = check_weights(
