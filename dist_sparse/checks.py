@@ -42,13 +42,13 @@ def integer(
         of: the table whose configuration it is, for the message.
 
     Raises:
-        ValueError: it is no integer (a bool or an integral float is none), or out of bounds.
+        ValueError: it is not an integer (a bool or an integral float is not one), or out of bounds.
     """
     # Most values are Python's ints.
     if type(value) is int and least <= value <= most:
         return value
     number = _finite(value)
-    # NaN is in no bounds.
+    # NaN is outside any bounds.
     if not isinstance(number, int):
         number = math.nan
     return int(_bounded(number, name, value, of, "an int", least, most))
@@ -70,7 +70,7 @@ def number(
         of: the table whose configuration it is, for the message.
 
     Raises:
-        ValueError: it is no real number, not finite as a float, or out of bounds.
+        ValueError: it is not a real number, not finite as a float, or out of bounds.
     """
     return _bounded(_finite(value), name, value, of, "a finite number", least, most)
 
@@ -79,7 +79,7 @@ def level(name: str, value: object) -> float:
     """Return a sparsity level as a float.
 
     Raises:
-        ValueError: it is no number in [0, 1].
+        ValueError: it is not a number in [0, 1].
     """
     number = _finite(value)
     if 0 <= number <= 1:
@@ -201,7 +201,8 @@ def keys(
     unknown = [] if optional is None else sorted(mapping.keys() - needed - optional)
     if unknown:
         raise ValueError(
-            f"{what} has the unknown keys {unknown}: it is of other tables, or a newer release."
+            f"{what} has the unknown keys {unknown}: it belongs to other tables,"
+            " or to a newer release."
         )
 
 
@@ -242,7 +243,7 @@ def parse_block(text: str) -> tuple[int | str, int | str]:
     block shape; case does not matter.
 
     Raises:
-        ValueError: it is no such shape.
+        ValueError: it is not such a shape.
 
     Example::
 
@@ -263,8 +264,8 @@ def parse_block(text: str) -> tuple[int | str, int | str]:
 
 
 def _finite(value: object) -> float:
-    """Return a real number as an int if it is one, else as a float. Anything else is NaN, which is
-    in no bounds: no number, infinite, or too large for a float."""
+    """Return a real number as an int if it is one, else as a float. Anything else becomes NaN,
+    which is outside any bounds: what is not a number, is infinite, or is too large for a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
     # isfinite() raises it for an int that is too large for a float.
@@ -329,7 +330,7 @@ def digest(value: Json) -> int:
 
 def to_json(what: str, value: Json) -> str:
     """Return ``value`` as JSON for a saved state: numbers, text, None, and mappings, lists and
-    tuples of those.
+    tuples of these.
 
     Raises:
         ValueError: it has something else; ``what`` is for the message.
@@ -351,7 +352,7 @@ def from_json(what: str, text: Any) -> dict[str, Json]:
     """Return the mapping whose text :func:`to_json` returned. Lists become tuples.
 
     Raises:
-        ValueError: the text is not that of a mapping; ``what`` is for the message.
+        ValueError: the text does not hold a mapping; ``what`` is for the message.
     """
     with contextlib.suppress(TypeError, ValueError):
         value = json.loads(text, object_hook=_with_tuples)
@@ -362,7 +363,7 @@ def from_json(what: str, text: Any) -> dict[str, Json]:
 
 
 def _with_tuples(entries: dict[str, Any]) -> dict[str, Json]:
-    """Return an object of JSON with tuples in the place of lists."""
+    """Return a JSON object with tuples in place of lists."""
     return {
         key: _as_tuple(value) if isinstance(value, list) else value
         for key, value in entries.items()
@@ -383,14 +384,14 @@ _CLOSED = f'"{_END}\n'
 
 
 def hex_of(crc: int) -> str:
-    """Return a checksum as in files: of a CRC32 8 hexadecimal digits."""
+    """Return a checksum as files hold it: a CRC32 as 8 hexadecimal digits."""
     return f"{crc:08x}"
 
 
 @contextlib.contextmanager
 def refusing(path: object) -> Iterator[None]:
-    """Name a file in errors about what is in it. Errors of the disk name it themselves; they and a
-    lack of memory say nothing about what is in it."""
+    """Name a file in errors about what is in it. Disk errors name it themselves. Neither they nor a
+    lack of memory say anything about what is in it."""
     try:
         yield
     except (OSError, MemoryError):
@@ -401,8 +402,8 @@ def refusing(path: object) -> Iterator[None]:
 
 
 def refuse_special(file: Path, *, link: bool = False) -> None:
-    """Refuse to open what exists and is no regular file: a pipe would block, a link could lead out
-    of the folder.
+    """Refuse to open anything that exists and is not a regular file: a pipe would block, a link
+    could lead out of the folder.
 
     Args:
         file: of a folder that this package writes.
@@ -455,7 +456,7 @@ def sealed(entries: Mapping[str, Any]) -> str:
     """Return ``entries`` as JSON that ends with the CRC32 of the text without it.
 
     Raises:
-        ValueError, TypeError: a value is none of JSON's.
+        ValueError, TypeError: JSON can't hold a value.
     """
     text = json.dumps(entries, indent=1, allow_nan=False)
     return f"{text.removesuffix(_END)}{_CRC}{hex_of(zlib.crc32(text.encode()))}{_CLOSED}"
@@ -465,8 +466,8 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
     """Return the entries that were passed to :func:`sealed`.
 
     Raises:
-        ValueError: the text is damaged, or its ``format`` or ``version`` is another.
-        AttributeError: it is no mapping.
+        ValueError: the text is damaged, or its ``format`` or ``version`` is a different one.
+        AttributeError: it is not a mapping.
     """
     body, _, crc = text.rpartition(_CRC)
     if crc != f"{hex_of(zlib.crc32((body + _END).encode()))}{_CLOSED}":

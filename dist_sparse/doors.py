@@ -1,8 +1,8 @@
 """Doors, through which extras come into the core, which imports no extra.
 
 Most extras need none: a program passes their objects to functions of the core, such as what
-``quantize()`` returns to ``export()``. Where the core has to ask, an extra answers in a module
-``doors`` of its own, which holds one function for each door that it uses.
+``quantize()`` returns to ``export()``. Where the core has to ask, an extra answers in its own
+module ``doors``, which holds one function for each door that it uses.
 """
 
 from importlib import import_module

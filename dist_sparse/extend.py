@@ -1,4 +1,4 @@
-"""Base classes for masks, scores and schedules of your own.
+"""Base classes for your own masks, scores and schedules.
 
 ScoreSparsifier      your own score: ``score``
 BaseDataSparsifier   your own masks: ``update_mask``, as in torch.ao

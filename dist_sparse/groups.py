@@ -1,7 +1,7 @@
 """All communication of the library: groups of ranks, their collectives, and agreement before
 anything changes.
 
-A :class:`Group` wraps a process group of the library's own over given ranks, with a timeout.
+A :class:`Group` wraps one of the library's own process groups over given ranks, with a timeout.
 Without a process group it is a world of one, which runs the same code and sends nothing. Values are
 sent as JSON bytes in tensors, never as pickles. :func:`traffic` counts every collective, by thread.
 """
@@ -70,7 +70,7 @@ class Refused(ValueError):
 
 
 class Lost(RuntimeError):
-    """A collective that not all ranks of a group made.
+    """A collective that some ranks of a group did not make.
 
     Attributes:
         closed: another rank has closed its connection: it failed, hung up or ended.
@@ -100,8 +100,8 @@ class Facts(dict[str, Json]):
 
 
 class _Sent(threading.local):
-    """Counts of each thread: the collectives of save_async(), which has its own thread, belong to
-    no mask update."""
+    """Counts of each thread: the collectives of save_async(), which has its own thread, are not
+    part of a mask update."""
 
     collectives = 0
     bytes = 0
@@ -310,7 +310,7 @@ class Group:
 
 
 class RankGroup(Group):
-    """Several ranks, with a process group of the library's own.
+    """Several ranks, with one of the library's own process groups.
 
     Args:
         ranks: global ranks in group order.
@@ -451,7 +451,7 @@ class RankGroup(Group):
 
     def hang_up(self) -> None:
         """See :meth:`Group.hang_up`."""
-        # Without a reference its sockets are closed: no function of torch's does it.
+        # Dropping the last reference closes its sockets: torch has no function for it.
         group, self._connected = self._connected, None
         if group is not None:
             dist.destroy_process_group(group)
@@ -593,8 +593,8 @@ def _all_raise(refused: Refused, groups: Sequence[Group]) -> bool:
 
 
 def _hang_up(groups: Sequence[Group]) -> None:
-    """Close this rank's connections in ``groups``, and in those of fewer of their ranks: others may
-    wait there too. All of these ranks fail in this call, so each of them hangs up."""
+    """Close this rank's connections in ``groups``, and in smaller groups among the same ranks:
+    others may wait there too. All of these ranks fail in this call, so each of them hangs up."""
     ranks: set[int] = set()
     for group in groups:
         ranks.update(group.ranks)

@@ -32,7 +32,7 @@ def explain_errors(ranks: Sequence[int], action: str, errors: Sequence[str | Non
 
 
 def explain_actions(ranks: Sequence[int], actions: Sequence[str]) -> str:
-    """Return the ranks that are about to do something else than the lowest one."""
+    """Return the ranks that are about to do something other than the lowest one."""
     (first, _), *others = _ranks_by(ranks, actions).items()
     faults = []
     for action, at in others[:MOST_SHOWN]:
@@ -43,13 +43,14 @@ def explain_actions(ranks: Sequence[int], actions: Sequence[str]) -> str:
 def explain_facts(
     ranks: Sequence[int], action: str, keys: Sequence[str], values: Sequence[Mapping[str, Json]]
 ) -> str:
-    """Return for each differing key both values, from where they differ, against the lowest rank's.
+    """Return for each differing key both values, from where they differ: each rank's against the
+    lowest rank's.
 
     Args:
         ranks: global ranks.
         action: what they were about to do.
         keys: the first ones that differ.
-        values: for each rank, its values of those.
+        values: for each rank, its values of these keys.
     """
     shown = []
     for key in keys:

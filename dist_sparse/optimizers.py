@@ -1,6 +1,6 @@
-"""What optimizers know of tables: the state of each shard, and the rows that were touched.
+"""What optimizers know about tables: the state of each shard, and the rows that were touched.
 
-Optimizers are found inside wrappers, as those of TorchRec and Lightning. A shard is a view of the
+Optimizers are found inside wrappers, such as TorchRec's and Lightning's. A shard is a view of the
 parameter that an optimizer steps, so only their memory shows that they belong together.
 
 :func:`records` tells which rows of each table were ever touched, or why that is unknown: the state
@@ -39,7 +39,7 @@ def leaves(optimizer: Any) -> Iterator[Optimizer]:
     themselves: not TorchRec's fused ones, whose tables are updated inside the backward.
 
     Raises:
-        ValueError: ``optimizer``, or a part of it, is no optimizer.
+        ValueError: ``optimizer``, or a part of it, is not an optimizer.
     """
     inside = torchrec_parts(optimizer)
     if isinstance(optimizer, (list, tuple)):
@@ -77,7 +77,7 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
     """Return a function that lists the indices of the ``tensors`` that share memory with a given
     tensor.
 
-    By memory: views and ``.data`` of a parameter are objects of their own.
+    By memory: views and ``.data`` of a parameter are separate objects.
     """
     # First by storage, which holds one tensor in most cases.
     known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -181,9 +181,9 @@ class Record:
         is_sum: the only state is Adagrad's sum of squared gradients.
         lookups_only: only lookups make gradients. Otherwise a loss term over the whole table may
             have reached rows that no batch has looked up.
-        count_steps: returns how many steps the record covers, of a fused optimizer lookups of its
-            kernel; None if the optimizer does not count, as FBGEMM's EXACT_ADAGRAD.
-        since: since when these steps are counted, as text.
+        count_steps: returns how many steps the record covers; for a fused optimizer, lookups of its
+            kernel. None if the optimizer does not count, like FBGEMM's EXACT_ADAGRAD.
+        since: since when these steps have been counted, as text.
     """
 
     rows: int
@@ -215,7 +215,7 @@ class Record:
         return self.states[0].reshape(self.rows, -1).amax(1)
 
 
-# Of a shard or a table: a record, or the reason why it is unknown which rows were touched.
+# For a shard or a table: a record, or the reason why it is unknown which rows were touched.
 Known = Record | str
 
 
@@ -223,15 +223,15 @@ def records(
     model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None
 ) -> dict[str, list[Record] | str]:
     """Return for each table a record of each of this rank's shards, in their order, or the reason
-    why it is unknown which rows were touched. Local: another rank may know less of its shards.
+    why it is unknown which rows were touched. Local: another rank may know less about its shards.
 
     Args:
         model: holds the tables, and the optimizers of fused ones.
         located: the tables.
-        optimizer: what steps the other tables, wrapped or not; several in any container.
+        optimizer: what steps the other tables, wrapped or not; several may come in any container.
 
     Raises:
-        ValueError: something in ``optimizer`` is no optimizer.
+        ValueError: something in ``optimizer`` is not an optimizer.
 
     Example::
 
@@ -286,7 +286,7 @@ _SINCE_FUSED = " since this process began (with Checkpoints: in all)"
 
 def fused_records(batch: TableBatch) -> dict[int, Known]:
     """Return the records of a fused optimizer's shards, by the address of the weights. FBGEMM
-    writes the state of rows that were looked up, and no other; weight decay too."""
+    writes only the state of rows that were looked up, even with weight decay."""
     found: dict[int, Known] = {}
     for weight, states in zip(batch.weights(), batch.states(), strict=True):
         found[weight.data_ptr()] = "its fused optimizer keeps no state of rows"
@@ -371,14 +371,14 @@ def record_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> Known:
         rows=len(weight),
         states=tuple(state[name][0] for name in names),
         is_sum=is_sum,
-        # It refuses dense gradients, as of a loss term over the table.
+        # It refuses dense gradients, such as from a loss term over the table.
         lookups_only=type(optimizer) is SparseAdam,
         count_steps=lambda: None if steps is None else int(steps),
     )
 
 
 def _rewrites(optimizer: Optimizer, parameter: Tensor) -> str | None:
-    """Return why an optimizer's state says nothing of lookups; None if it does."""
+    """Return why an optimizer's state says nothing about lookups; None if it does."""
     kind = type(optimizer).__name__
     group = group_of(optimizer, parameter)
     if not parameter.requires_grad:

@@ -18,8 +18,8 @@ Read = Callable[[], Tensor]
 class Parcels:
     """One all-to-all: pack tensors per receiver, read them per sender.
 
-    Call :meth:`send` and :meth:`expect` for all of them, then :meth:`exchange`. What is expected of
-    a rank must come in the order in which that rank sends it: both sides loop over the same
+    Call :meth:`send` and :meth:`expect` for all of them, then :meth:`exchange`. What is expected
+    from a rank must come in the order in which that rank sends it: both sides loop over the same
     metadata.
 
     Args:

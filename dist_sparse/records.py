@@ -77,8 +77,8 @@ class StepRecord:
         number: of the mask update since recording began, from 1.
         seconds: duration on this rank.
         collectives: number of collectives that this rank took part in.
-        bytes: sent by this rank in these.
-        tables: changes of each.
+        bytes: sent by this rank in these collectives.
+        tables: the changes of each table.
     """
 
     number: int
@@ -100,13 +100,14 @@ FATES = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotChange:
     """Lookups of a following table since the last update, by the fate of their ids, and the rows
-    that this update assigns; over all ranks.
+    that this update assigns, over all ranks.
 
     Args:
         name: of the table.
         lookups: in training batches.
         removed: lookups of ids without a row that were looked up before.
-        unseen: lookups of ids without a row that never were, or whose count has been dropped.
+        unseen: lookups of ids without a row that were never looked up before, or whose count has
+            been dropped.
         out_of_range: lookups of ids that the table does not have.
         came, went: number of ids that get a row in this update, and of ids that lose their row.
     """
@@ -160,7 +161,7 @@ class TableStats:
 
     Args:
         name: of the table.
-        shape: global (rows, columns); of plain data as a matrix.
+        shape: global (rows, columns); for plain data, its shape as a matrix.
         dtype: of the weights; its name, such as ``"float32"``, in a run that was read back.
         sharding: TorchRec's sharding type, ``"replicated"``, ``"sharded_tensor"``, ``"dtensor"`` or
             ``"plain"``.

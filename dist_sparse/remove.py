@@ -57,31 +57,32 @@ def remove_untouched(
     **The record.** An optimizer that keeps sums for each row tells which rows it has never updated:
     Adagrad, fused or not, row-wise or not; Adam, AdamW and RMSprop. So load a checkpoint with its
     optimizer state. With any other optimizer pass ``record``. A row that was read only without a
-    gradient, or with one of exactly 0, looks unread to an optimizer: in evaluation, under
+    gradient, or with a gradient of exactly 0, looks unread to an optimizer: in evaluation, under
     ``torch.no_grad()``, behind a dead ReLU, in skipped steps. Lookup counts see it. The row of the
     ``padding_idx`` of an ``nn.Embedding`` stays unless it is zeros; a frozen table is refused.
 
     **A record must cover the training**: a row that was trained before the record began looks as if
     it had never been read. Before anything is removed, each row is compared with the numbers that
     the table's initializer can draw (:func:`~dist_sparse.tables.initial.trained_rows`). If one
-    row was trained, the call is refused. It is refused too where the values prove nothing: those
-    of another initializer than TorchRec's default, as of ``nn.Embedding``, and of 16-bit tables.
+    row was trained, the call is refused. It is also refused where the values prove nothing: in
+    tables with an initializer other than TorchRec's default, such as ``nn.Embedding``, and in
+    16-bit tables.
 
     Args:
         model: as it was trained: a DistributedModelParallel, a DDP module or any module.
         optimizer: the optimizer that steps tables that are not fused, or a sequence of several: a
             row that one of them has updated was read. Fused optimizers are found in the model.
-        record: instead of optimizer state, lookups of each row by table, or by feature, of all
-            features of a table: tensors ``(rows,)``, what
+        record: instead of optimizer state, lookups of each row by table, or by feature if all
+            features of a table are there: tensors ``(rows,)``, what
             :func:`~dist_sparse.count_lookups` returns, or a folder that it was saved to.
         include: globs over table names and fully qualified names; None is every table.
         exclude: globs of tables to leave as they are.
         trust_record: do not compare rows with their initial values. Rows that were trained before
-            the record began are lost then.
+            the record began are then lost.
 
     Returns:
         The removed rows: print it, and pass it to ``export``, ``compact`` and ``Checkpoints`` in
-        the place of ``sparse``.
+        place of ``sparse``.
 
     Raises:
         ValueError: a table has no record, a record that does not fit, or one that may not cover its
@@ -127,7 +128,7 @@ def remove_untouched(
 
     removed = RemovedRows()
     removed.add_model(model, include=include, exclude=exclude)
-    # Over the world: of a model that is not wrapped, each rank has tables of its own.
+    # Over the world: if the model is not wrapped, each rank has its own tables.
     with world.agreeing("remove_untouched()"):
         located = removed.masks.tables.locate()
         if record is None:
@@ -182,7 +183,7 @@ class RemovedRows(ScoreSparsifier):
             self.step()
         finally:
             self._read = {}
-        # The record is of this moment: later calls of step() do nothing.
+        # The record describes this moment: later calls of step() do nothing.
         self.enable_mask_update = False
         for table in self.table_stats():
             self.rows[table.name] = table.shape[0]
@@ -203,7 +204,7 @@ class RemovedRows(ScoreSparsifier):
 
     def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
         super().note(facts, located)
-        # Replicas whose optimizers differ would remove other rows each.
+        # Replicas whose optimizers differ would remove different rows.
         for data in located:
             read = self._read[data.name].by_shard if data.name in self._read else {}
             of_shards = [(data, rect, flags) for rect, flags in read.items()]
@@ -223,17 +224,17 @@ class RemovedRows(ScoreSparsifier):
 
         def load() -> None:
             commit()
-            # The numbers are of the rows that the call removed, not of those of the state.
+            # The numbers count the rows that the call removed, not the rows in the state.
             self.rows, self.removed, self.sources = {}, {}, {}
 
         return load
 
     def share(self, batches: Iterable[Any], *, show_progress: bool = True) -> Share:
-        """Return which share of the lookups of some batches reads removed rows, and of the
-        examples. Collective: every rank passes its own batches.
+        """Return what share of the lookups of some batches, and of the examples, reads removed
+        rows. Collective: every rank passes its own batches.
 
         Args:
-            batches: as of :func:`~dist_sparse.count_lookups`.
+            batches: as in :func:`~dist_sparse.count_lookups`.
             show_progress: draw a progress bar on a terminal.
 
         Raises:
@@ -311,7 +312,7 @@ def _counts_of(record: Record) -> Mapping[str, Tensor]:
 
 
 def _fingerprint(counts: Tensor) -> list[int]:
-    """Return numbers that differ between records that read other rows."""
+    """Return numbers that differ between records of different rows."""
     if not isinstance(counts, Tensor) or counts.dim() != 1 or counts.dtype not in _WHOLE:
         kind = getattr(counts, "dtype", type(counts).__name__)
         raise ValueError(
@@ -326,7 +327,7 @@ def _reads_of_counts(data: ShardedData, record: Mapping[str, Tensor], located: L
     """Return which rows of this rank's shards have lookups."""
     names = [*data.features]
     if data.name in record:
-        # The name may be that of one of its features: the others count too.
+        # The name may be the name of one of its features: the others count too.
         others = [name for name in names if name in record and name not in located]
         names = [data.name, *others]
     if not names or not record.keys() >= set(names):

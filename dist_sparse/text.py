@@ -20,7 +20,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 # From these bytes on, size() takes the next unit: three digits would round to "1000 KiB".
 _LARGEST = [999.5 * 1024**power for power in range(6)]
 
-# Cells of at most so many characters do not wrap.
+# Cells of at most this many characters do not wrap.
 _SHORT = 16
 
 
@@ -216,7 +216,7 @@ def duration(seconds: float) -> str:
     """Return ``850 ms``, ``12.3 s``, ``4 min 05 s`` or ``3 h 20 min``."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
-    # Above, it would round to "60.0 s".
+    # Above this, it would round to "60.0 s".
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -236,7 +236,7 @@ def progress(what: str, total: int | None, unit: str, *, shown: bool) -> Iterato
     if importlib.util.find_spec("tqdm") is None:
         yield lambda done: None
         return
-    # None: tqdm hides the bar if stderr is no terminal.
+    # None: tqdm hides the bar if stderr is not a terminal.
     hidden = None if shown else True
     bars = importlib.import_module("tqdm")
     with bars.tqdm(total=total, desc=what, unit=f" {unit}", unit_scale=True, disable=hidden) as bar:

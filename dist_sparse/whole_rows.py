@@ -32,7 +32,7 @@ def refuse_cut_copies(data: ShardedData, action: str) -> None:
 def change_rows_(data: ShardedData, change: Callable[[Tensor], Tensor], group: Group) -> None:
     """Replace rows in place by ``change`` of them. Collective over ``group`` if column borders cut
     the table: one all-to-all per chunk of about a million elements. A rank that runs out of memory
-    in such a message leaves the table changed in part.
+    in such a message leaves the table partly changed.
 
     Args:
         change: takes some whole rows, ``(n, columns)``, and returns as many, in any floating dtype.

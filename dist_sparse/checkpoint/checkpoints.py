@@ -62,7 +62,7 @@ class Resumed:
         path: the folder of the checkpoint.
         rng: whether the states of torch's random number generators were restored: on as many ranks
             as saved them.
-        merged: optimizer state that was merged because its table is cut into other columns.
+        merged: optimizer state that was merged because its table is now cut into different columns.
     """
 
     step: int
@@ -140,17 +140,17 @@ class Checkpoints:
         """Save a checkpoint. Collective; local at steps where nothing is saved.
 
         Args:
-            step: number of steps done: of ``pipeline.progress()``, which is the position in the
-                data, while the pipeline's reader is ahead of it. The same on every rank: where
-                ``every`` is more than 1, a rank at whose step nothing is saved does not learn of
-                the others' save.
+            step: number of steps done, the same on every rank. With a pipeline, count the calls of
+                ``pipeline.progress()``: they give the position in the data, since the pipeline's
+                reader runs ahead. If ``every`` is more than 1, a rank whose step saves nothing does
+                not learn that other ranks save.
             model: plain, under DDP, or a DistributedModelParallel.
             optimizer: one of torch or TorchRec, or a list of them.
             sparse: a :class:`~dist_sparse.SparseTraining`, a sparsifier, or several objects by
                 name.
             extra: values that :meth:`resume_latest` returns, such as the state of a learning rate
                 scheduler: what JSON gives back, the same on every rank.
-            force: also at a step that is no multiple of ``every``.
+            force: save even at a step that is not a multiple of ``every``.
 
         Returns:
             Whether it was saved.
@@ -179,11 +179,11 @@ class Checkpoints:
         extra: Json = None,
         force: bool = False,
     ) -> bool:
-        """As :meth:`save`, but return once everything is copied to memory, and write it in a
+        """Like :meth:`save`, but return once everything is copied to memory, and write it in a
         thread. Collective.
 
-        The next save waits for it, and raises what it has raised, as :meth:`wait` does: call that
-        at the end.
+        The next save waits for it, and raises its error, if any, as :meth:`wait` does. Call
+        ``wait`` at the end.
         """
         if not self._due(step, force):
             return False
@@ -210,9 +210,9 @@ class Checkpoints:
         """Load the newest checkpoint, if there is one. Collective.
 
         Args:
-            model, optimizer, sparse: as in :meth:`save`, sharded as they like.
-            row_wise_state: what happens to row-wise optimizer state of a table that is cut into
-                other columns now: ``"merge"`` takes means
+            model, optimizer, sparse: as in :meth:`save`; the sharding may differ.
+            row_wise_state: what to do with the row-wise optimizer state of a table that is now cut
+                into different columns: ``"merge"`` takes means
                 (:func:`~dist_sparse.checkpoint.state.merging`), and reports it.
 
         Returns:
@@ -220,9 +220,9 @@ class Checkpoints:
 
         Raises:
             ValueError, OSError: on every rank: a file is damaged or missing, an entry has no owner
-                here, an owner no entry, shapes differ, or a part of ``sparse`` refuses its state.
-                Nothing has changed, unless the disk fails while weights are read, or the model's
-                own ``set_extra_state()`` fails after that.
+                here, an owner has no entry, shapes differ, or a part of ``sparse`` refuses its
+                state. Nothing has changed, unless the disk fails while weights are read, or the
+                model's own ``set_extra_state()`` fails after that.
         """
         self.wait()
         group = self._group()
@@ -342,7 +342,7 @@ class Checkpoints:
             states, changes, merged = optimizers.prepare_load(saved, values["optimizer"], merge)
             # Each rank has its generator states: they fit only the same number of ranks.
             random = _rng() if marker.world == group.size else {}
-            # A checkpoint from a machine without CUDA has no state of its generators.
+            # A checkpoint from a machine without CUDA has no CUDA generator states.
             random = {key: random[key] for key in random.keys() & saved}
             # Some parts have live tensors in their states, which must not change before all parts
             # are checked.
@@ -407,7 +407,7 @@ def _inner(model: nn.Module) -> nn.Module:
     """Return the model without DDP, which puts ``module.`` before every name.
 
     Raises:
-        ValueError: it is no module.
+        ValueError: it is not a module.
     """
     check_module(model)
     return model.module if isinstance(model, DistributedDataParallel) else model
@@ -440,7 +440,7 @@ def _states(parts: Mapping[str, Stateful], action: str, group: Group) -> dict[st
 
 
 def _unshared(tensor: Tensor) -> Tensor:
-    """Return a tensor to load into, in place of one from a state, which keeps its values."""
+    """Return a tensor to load into in place of one from a state, whose values stay as they are."""
     detached = tensor.detach()
     # It holds what is loaded beside what was saved: nothing need be copied.
     return detached if isinstance(detached, ChunkedTensor) else detached.clone()
@@ -453,7 +453,7 @@ def _prepared(
     Collective.
 
     Objects that can't check a state without loading it, such as learning rate schedulers, load it
-    here. If any part is refused, they get their state of before.
+    here. If any part is refused, their previous state is restored.
 
     Raises:
         ValueError: on every rank; nothing has changed.
@@ -472,7 +472,7 @@ def _prepared(
 
 
 def _rng() -> Tensors:
-    """Return the state of this rank's generators of random numbers."""
+    """Return the state of this rank's random number generators."""
     rank = world_rank()
     found = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -484,12 +484,12 @@ def _generators(states: Tensors) -> list[Callable[[], object]]:
     """Return the functions that set the generators of :func:`_rng`.
 
     Raises:
-        RuntimeError, TypeError: a tensor is no state of a generator.
+        RuntimeError, TypeError: a tensor is not a generator's state.
     """
     commits: list[Callable[[], object]] = []
     for key, state in states.items():
         kind = key.split(".")[1]
-        # Of a new one: it refuses what the generator in use would refuse later.
+        # Try a new generator first: it refuses what the generator in use would refuse later.
         torch.Generator(kind).set_state(state)
         commits.append(partial(_RANDOM[kind].set_rng_state, state))
     return commits
@@ -511,12 +511,12 @@ def _restore(part: Stateful, state: Any) -> None:
 
 
 def summary(path: str | os.PathLike[str]) -> str:
-    """Return the content of the folder of one step, or of a folder that holds such, as text. Local;
-    needs no model.
+    """Return the contents of the folder of one step, or of a folder of such folders, as text.
+    Local; needs no model.
 
     Raises:
-        ValueError: there is none, or a file is missing or damaged; names it. Of several
-            checkpoints, the markers alone are read.
+        ValueError: there is no checkpoint, or a file is missing or damaged; names it. If there are
+            several checkpoints, only their markers are read.
     """
     from dist_sparse.checkpoint.storage import Folders, step_of
 

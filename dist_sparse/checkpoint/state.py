@@ -57,7 +57,7 @@ def split(trees: Mapping[str, object]) -> tuple[Tensors, dict[str, Json]]:
         trees: nested dicts, by the key that they start with.
 
     Raises:
-        ValueError: a value can't be JSON, or two entries have one key; names the key.
+        ValueError: a value can't be JSON, or two entries have the same key; names the key.
     """
     tensors: Tensors = {}
     values: dict[str, Json] = {}
@@ -65,7 +65,7 @@ def split(trees: Mapping[str, object]) -> tuple[Tensors, dict[str, Json]]:
     for key, tree in trees.items():
         for path, leaf in _leaves(tree, key):
             if path in taken:
-                raise ValueError(f"The state has two entries of the key {path!r}.")
+                raise ValueError(f"The state has two entries with the key {path!r}.")
             if isinstance(leaf, Tensor):
                 tensors[path] = leaf
             else:
@@ -143,7 +143,7 @@ class OptimizerState:
         tensors: the tensors of the state, by key.
 
     Raises:
-        ValueError: an object is no such optimizer, or two step the same parameter.
+        ValueError: an object is not such an optimizer, or two of them step the same parameter.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
@@ -160,7 +160,7 @@ class OptimizerState:
         names = {id(param): name for name, param in model.named_parameters()}
         for prefix, owner in _owners(optimizer, ""):
             keys = names
-            # A KeyedOptimizer has names of its own.
+            # A KeyedOptimizer has its own names.
             if isinstance(getattr(owner, "params", None), Mapping):
                 keys = {
                     id(param): f"{prefix}.{key}".strip(".") for key, param in owner.params.items()
@@ -178,7 +178,7 @@ class OptimizerState:
             if key is None:
                 raise ValueError(
                     f"Invalid optimizer: {type(owner).__name__} steps a parameter of shape"
-                    f" {tuple(param.shape)}, which is none of the model's."
+                    f" {tuple(param.shape)}, which is not in the model."
                 )
             if key in self._params:
                 raise ValueError(f"Invalid optimizer: two of them step {key!r}.")
@@ -214,7 +214,8 @@ class OptimizerState:
         """Return the options and values of this rank, for :func:`gathered`."""
         options: dict[str, Json] = {}
         for group, keys in self._groups:
-            # Sorted: a set has another order in each process, and equal states have equal files.
+            # Sorted: a set has a different order in each process, and equal states have equal
+            # files.
             names = sorted(group.keys() - {"params", "param_names"})
             values = {
                 name: _plain(f"option {name!r} of {keys[0]!r}", group[name]) for name in names
@@ -236,12 +237,12 @@ class OptimizerState:
         Args:
             tensors: DCP's metadata of each saved tensor, by key.
             saved: what :func:`gathered` returned.
-            merge: whether to merge row-wise state of a table that was cut into other columns;
+            merge: whether to merge row-wise state of a table that was cut into different columns;
                 otherwise it is refused.
 
         Raises:
-            ValueError: a parameter was not stepped when the checkpoint was saved, or by another
-                class of optimizer, or row-wise state is refused.
+            ValueError: a parameter was not stepped when the checkpoint was saved, or was stepped by
+                another class of optimizer, or row-wise state is refused.
         """
         merged, changes = self._merged(tensors, saved["cuts"], merge)
         fresh = self._missing_state(tensors)
@@ -288,8 +289,8 @@ class OptimizerState:
             for name in sorted(shared & saved[key].keys()):
                 if not _alike(saved[key][name], first[name]):
                     raise ValueError(
-                        f"{keys[0]!r} and {key!r} had another {name!r} each, and are in one group"
-                        " now."
+                        f"{keys[0]!r} and {key!r} had different values of {name!r}, and are in one"
+                        " group now."
                     )
             for name in sorted(saved[key].keys() - group.keys()):
                 # Learning rate schedulers add options such as initial_lr and max_momentum.
@@ -305,12 +306,12 @@ class OptimizerState:
     def _merged(
         self, tensors: Mapping[str, Any], cuts: Json, merge: bool
     ) -> tuple[Tensors, list[Change]]:
-        """Return the tensors to load for row-wise state that was saved with other cuts, and the
+        """Return the tensors to load for row-wise state that was saved with different cuts, and the
         functions that merge them."""
         targets: Tensors = {}
         changes: list[Change] = []
         for path in sorted(self._cuts.keys() & tensors.keys()):
-            # Sizes do not tell: as many cuts at other columns have the same size.
+            # Sizes do not tell: the same number of cuts at different columns has the same size.
             before, now = cuts.get(path, _UNCUT), self._cuts[path]
             if before == now:
                 continue
@@ -435,7 +436,7 @@ def _column_cuts(path: str, value: Tensor, param: Any) -> dict[str, list[int]]:
         return {}
     shards = param.metadata().shards_metadata
     cuts = sorted({each.shard_offsets[1] for each in shards if 0 not in each.shard_sizes})
-    # TorchRec also has state of one number for each shard.
+    # TorchRec also has state with one number for each shard.
     return {path: cuts} if value.size() == (len(cuts) * param.size(0),) else {}
 
 
@@ -445,12 +446,12 @@ def merging(
     """Return a tensor to load row-wise optimizer state into that was saved with other column cuts,
     and a function that merges it into ``state``.
 
-    State of one number a row, such as row-wise Adagrad's, depends on the cuts: each column cut sums
-    its own gradients. TorchRec stores it as a vector of ``cuts x rows`` numbers. For other cuts it
-    can't be restored exactly, so it is **merged**: a cut takes the mean of the saved cuts that it
-    overlaps, weighted by the shared columns, in float64 and in ascending order. That is the sum of
-    an uncut row-wise Adagrad over the same gradients; if a saved cut is split, both parts take its
-    sum.
+    State with one number per row, such as row-wise Adagrad's, depends on the cuts: each column cut
+    sums its own gradients. TorchRec stores it as a vector of ``cuts x rows`` numbers. For other
+    cuts it can't be restored exactly, so it is **merged**: a cut takes the mean of the saved cuts
+    that it overlaps, weighted by the shared columns, in float64 and in ascending order. That is the
+    sum of an uncut row-wise Adagrad over the same gradients; if a saved cut is split, both parts
+    take its sum.
 
     Args:
         state: row-wise state of one table: sharded, or whole.

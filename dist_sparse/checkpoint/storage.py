@@ -12,9 +12,9 @@ write would reach what the link leads to. (The root itself may be a link: its us
 One rank prepares, commits and sweeps. All ranks write and read tensors, through DCP:
 
 - Python values are JSON in a file of their own, so that no object is unpickled.
-- ``.metadata`` is a pickle, of a protocol that torch's weights_only unpickler can't read. So a
-  restricted unpickler reads it, which allows DCP's eight classes, and dtypes, sizes and layouts of
-  torch. The file positions that it lists are checked against the marker.
+- ``.metadata`` is a pickle in a protocol that torch's weights_only unpickler can't read. So a
+  restricted unpickler reads it. It allows DCP's eight classes and torch's dtypes, sizes and
+  layouts. The file positions that it lists are checked against the marker.
 - DCP checks neither dtypes nor that the saved pieces cover a tensor: :func:`check_saved` does,
   before DCP reads.
 """
@@ -57,7 +57,7 @@ VALUES = "values.json"
 METADATA = ".metadata"
 
 _STEP = re.compile(r"step-(\d{8,})")
-# Bytes of a marker that are read: 64 MiB.
+# At most this many bytes of a marker are read: 64 MiB.
 _LONGEST = 1 << 26
 
 _CLASSES = {
@@ -92,7 +92,7 @@ class Marker:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Total size of all files."""
         return sum(length for length, _ in self.files.values())
 
 
@@ -220,18 +220,19 @@ class Folders:
             for name, file in entries["files"].items():
                 # Names become paths: none may point out of the folder.
                 if not re.fullmatch(r"(?!\.\.)[A-Za-z0-9_.-]+", name):
-                    raise ValueError(f"{name!r} is no name of a file")
+                    raise ValueError(f"{name!r} is not a file name")
                 files[name] = integer("bytes", file["bytes"], least=0), int(file["crc32"], 16)
             if entries["step"] != step:
-                raise ValueError(f"it is of step {entries['step']}")
+                raise ValueError(f"it belongs to step {entries['step']}")
             world = integer("world", entries["world"], least=1)
         return Marker(step=step, world=world, files=files)
 
     def verify(self, marker: Marker, names: Iterable[str]) -> None:
-        """Compare bytes and CRC32 of files, and of those that all ranks read, with the marker.
+        """Compare the size and CRC32 of these files, and of the files that all ranks read, with the
+        marker.
 
         Raises:
-            ValueError: one is missing, damaged or no regular file; names it.
+            ValueError: one is missing, damaged or not a regular file; names it.
         """
         for name in dict.fromkeys((METADATA, VALUES, *names)):
             path = f"{self.path(marker.step)}/{name}"
@@ -256,7 +257,7 @@ class Folders:
         path = f"{self.path(step)}/{VALUES}"
         with self._reading(path) as stream:
             entries = json.load(stream)
-            # Unpacking fails for an entry that is no dict.
+            # Unpacking fails for an entry that is not a dict.
             state = {**entries["state"]}
             optimizer = {**entries["optimizer"]}
             return {"state": state, "optimizer": optimizer, "extra": entries["extra"]}
@@ -264,10 +265,11 @@ class Folders:
     def save_tensors(
         self, step: int, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
     ) -> dict[str, Entry]:
-        """Write tensors through DCP. Collective over ``group``; without one by this process alone.
+        """Write tensors through DCP. Collective over ``group``; without a group, this process
+        writes alone.
 
         Args:
-            step: whose folder does not exist yet, or is empty.
+            step: the step; its folder does not exist yet, or is empty.
             tensors: the tensors by key: plain ones, which are equal on all ranks, ShardedTensors,
                 DTensors, or any that DCP can write in pieces.
 
@@ -318,24 +320,24 @@ class Folders:
         """Return what DCP has written to ``.metadata``, without running anything in it.
 
         Raises:
-            ValueError: it holds anything else than tensors in files of the checkpoint; names the
+            ValueError: it holds anything other than tensors in files of the checkpoint; names the
                 file.
         """
         path = f"{self.path(marker.step)}/{METADATA}"
         with self._reading(path) as stream:
-            # Of another type than the unpickler allows, entries lack attributes that are read here.
+            # Entries of the wrong type lack attributes that are read here.
             found: dcp.Metadata = _Unpickler(stream).load()
             tensors: dict[str, Any] = found.state_dict_metadata
             for key, saved in tensors.items():
                 if not isinstance(key, str):
-                    raise ValueError(f"{key!r} is no name of a tensor")
+                    raise ValueError(f"{key!r} is not a tensor name")
                 for chunk in saved.chunks:
                     spans = zip(chunk.offsets, chunk.sizes, saved.size, strict=True)
                     if not all(0 <= at <= at + length <= most for at, length, most in spans):
                         shape = tuple(saved.size)
                         raise ValueError(f"a piece of {key!r} is not in its shape {shape}")
                     place = found.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
-                    # A path that leads out of the folder is none of its files.
+                    # A path that leads out of the folder is not one of its files.
                     length, _ = marker.files.get(place.relative_path, (-1, 0))
                     inside = 0 <= place.offset <= place.offset + place.length <= length
                     if not inside or place.transform_descriptors:
@@ -344,20 +346,20 @@ class Folders:
 
     def sweep(self, keep: int) -> None:
         """Delete all but the last ``keep`` checkpoints, and what unfinished saves have left."""
-        # Folders without a marker are in none of the steps, so they are deleted too.
+        # Folders without a marker do not count as steps, so they are deleted too.
         kept = self.steps()[-keep:]
         for step in sorted({*self._found()} - {*kept}):
             self.delete(step)
 
     def discard(self, step: int) -> None:
-        """Delete what a failed save of a step has written; not if another save has committed the
+        """Delete what a failed save of a step has written, unless another save has committed the
         step."""
         if step not in self.steps():
             self.delete(step)
 
     def delete(self, step: int) -> None:
-        """Delete the folder of a step, its marker first, so that half of it is no checkpoint. None
-        is no error.
+        """Delete the folder of a step, if it exists. The marker goes first, so that a half-deleted
+        folder is not a checkpoint.
 
         Raises:
             ValueError: it is a link, or a file.
@@ -367,7 +369,7 @@ class Folders:
             return
         marker = f"{folder}/{MARKER}"
         if self.files.exists(marker):
-            # From here on it is no checkpoint, whenever the deletion is interrupted.
+            # From here on it is not a checkpoint, whenever the deletion is interrupted.
             self.files.rm_file(marker)
         # In threads: one rank deletes what all have written.
         with ThreadPoolExecutor() as threads:
@@ -379,7 +381,7 @@ class Folders:
         if not self.files.exists(self.root):
             return []
         steps = map(step_of, self.files.ls(self.root))
-        # A step without a folder is the number of another name, such as step-000000003.
+        # If a step has no folder, its number is from another name, such as step-000000003.
         return sorted({step for step in steps if step is not None and self._exists(step)})
 
     def _exists(self, step: int) -> bool:
@@ -426,8 +428,8 @@ class Folders:
 
 
 def _read_crc(files: Any, path: Any, most: float = math.inf) -> Entry:
-    """Return the bytes of a file and their CRC32. It is read no further than where it has more than
-    ``most``."""
+    """Return the size of a file and its CRC32. Reading stops once there are more than ``most``
+    bytes."""
     length, crc = 0, 0
     # Half a MiB stays in a core's cache for the checksum.
     part = memoryview(bytearray(1 << 19))
@@ -496,13 +498,13 @@ def check_saved(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> None:
         elements = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
         holes = f"{key!r} has holes: its saved pieces do not cover the shape {tuple(saved.size)}"
         if before != now:
-            raise ValueError(f"{key!r} was saved with {before}, and is of {now} now.")
+            raise ValueError(f"{key!r} was saved with {before}, and now has {now}.")
         if elements != math.prod(saved.size):
             raise ValueError(f"{holes} once.")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickle ``.metadata`` without any class but DCP's of it, and torch's dtypes, sizes and
+    """Unpickle ``.metadata``, allowing only DCP's own classes, and torch's dtypes, sizes and
     layouts."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -510,7 +512,7 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(found, (torch.dtype, torch.layout)):
             return found
         if name not in _CLASSES.get(module, ()):
-            raise ValueError(f"it asks for {module}.{name}, which is no part of DCP's metadata")
+            raise ValueError(f"it asks for {module}.{name}, which is not part of DCP's metadata")
         return super().find_class(module, name)
 
 
@@ -518,7 +520,7 @@ class Reader(filesystem.FileSystemReader):
     """Reader of a checkpoint whose metadata has been read and checked."""
 
     def __init__(self, folder: str, files: Any, metadata: dcp.Metadata) -> None:
-        # DCP's constructor creates a local file system. Replace it by that of the root.
+        # DCP's constructor creates a local file system. Replace it with the root's.
         super().__init__(folder)
         self.fs = files
         self.path = files.init_path(folder)

@@ -53,7 +53,7 @@ def model_and_optimizer(entry: str) -> tuple[Any, Any]:
 
 def batches_of(entry: str | None) -> Iterable[Any] | None:
     """Call the function that ``--batches`` names, without arguments; return its batches, or None if
-    it names none.
+    it names no function.
 
     Args:
         entry: as for :func:`model_and_optimizer`.
@@ -77,7 +77,7 @@ def model_and_evaluate(entry: str) -> tuple[Any, Any, Callable[[float], tuple[An
     """Call the function that ``entry`` names; return ``(model, evaluate, train)``.
 
     ``train(columns)`` calls the function again, for a model with that fraction of the columns. It
-    is None if the function has no parameter ``columns``.
+    is None if the function does not take ``columns``.
 
     Args:
         entry: as for :func:`model_and_optimizer`.
@@ -111,7 +111,7 @@ def parse_budget(text: str) -> float:
     """Return :func:`~dist_sparse.checks.parse_budget` of a text.
 
     Raises:
-        ArgumentTypeError: it is no budget.
+        ArgumentTypeError: it is not a budget.
     """
     try:
         return checks.parse_budget(text)
@@ -206,7 +206,7 @@ def _call_user_code(function: Callable[..., Any], *args: Any, **options: Any) ->
     except (Exception, SystemExit) as error:
         # A traceback begins with the caller of the user's code and ends inside its callees, such as
         # torch. So the first file that is not ours is the user's, and its last line in the
-        # traceback is the most precise one. A syntax error has no such file.
+        # traceback is the most precise one. The traceback of a syntax error has no such file.
         frames = traceback.extract_tb(error.__traceback__)
         lines = {
             frame.filename: frame.lineno

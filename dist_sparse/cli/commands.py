@@ -18,7 +18,8 @@ from dist_sparse.launch.__main__ import Option
 from dist_sparse.launch.__main__ import option as option
 from dist_sparse.text import printable, wrapped
 
-# What commands are for, in the order in which a newcomer needs them, which is that of `--help`.
+# What commands are for, in the order in which a newcomer needs them, which is also the order of
+# `--help`.
 TOPICS = ("machine", "size", "training", "runs", "serving")
 
 

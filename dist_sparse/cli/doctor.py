@@ -143,7 +143,7 @@ def examine(progress: Callable[[str], None]) -> Diagnosis:
     device = "the CPU"
     if torch_fault is None:
         progress("communication")
-        # The usual fault of gloo: the host name resolves to an address of no interface.
+        # The usual fault of gloo: the host name resolves to an address that no interface has.
         fix = "export GLOO_SOCKET_IFNAME=lo"
         findings.append(_finding("gloo", probe(GLOO)[0], "works", fix))
         # nvidia-smi comes with the driver.

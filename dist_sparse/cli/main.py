@@ -134,7 +134,7 @@ def parser() -> Parser:
 
 
 def _commands() -> dict[str, Command]:
-    """Return all commands by name, those of extras included, in the order of ``--help``."""
+    """Return all commands by name, including the extras' commands, in the order of ``--help``."""
     found = [*_CORE]
     for commands in offered("commands"):
         found += commands()

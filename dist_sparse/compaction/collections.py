@@ -3,7 +3,8 @@
 A plain TorchRec collection, ``inner``, holds the kept rows: DistributedModelParallel, planners,
 fused optimizers and checkpoints treat it as any other. In front of it, :class:`CompactIds`
 translates ids to rows. It drops the ids of removed rows before the input distribution, so they cost
-no message and no lookup. Outputs equal those of whole tables in which removed rows are zero.
+neither a message nor a lookup. Outputs equal the outputs of whole tables in which removed rows are
+zero.
 """
 
 import logging
@@ -48,8 +49,8 @@ from dist_sparse.torchrec.port import reordered, row_shards
 
 _log = logging.getLogger(__name__)
 
-# So many ids of a collection, small tables first, have a map of 4 bytes an id: at most 16 MiB.
-# Larger tables use their bitmaps, a quarter of a byte an id: lookups are many times slower.
+# This many ids of a collection, small tables first, have a map of 4 bytes per id: at most 16 MiB.
+# Larger tables use their bitmaps, a quarter of a byte per id: lookups are many times slower.
 MAPPED_ROWS = 1 << 22
 
 
@@ -62,14 +63,14 @@ class CompactIds(nn.Module):
 
     Floating weights of ids become float32, as in FBGEMM's kernels.
 
-    Ids out of range are dropped too, also for tables that keep all rows: they read and train no
+    Ids out of range are dropped too, even for tables that keep all rows: they read and train no
     row. Before that, FBGEMM's ``bounds_check_mode`` of the table applies, as without compaction: it
     raises a RuntimeError (FATAL), logs (WARNING) or ignores the id (IGNORE). Tables without a fused
     optimizer raise.
 
     Args:
         tables: configurations of the whole tables.
-        indexes: by table, of the tables that do not store a row for each id.
+        indexes: by table, for the tables that do not store a row for each id.
         collection: the compact collection that these ids are looked up in.
 
     Attributes:
@@ -118,8 +119,8 @@ class CompactIds(nn.Module):
         """Return the rows of the ids that have one, under the keys :attr:`names`.
 
         Raises:
-            ValueError: the batch is of a kind that compact collections do not look up as whole
-                tables do. Raised on the rank whose batch it is, before the input distribution.
+            ValueError: compact collections do not look up this kind of batch as whole tables do.
+                Raised on the rank whose batch it is, before the input distribution.
             RuntimeError: an id is out of range, and its table raises then; names table, id and
                 rows.
         """
@@ -145,7 +146,7 @@ class CompactIds(nn.Module):
         )
 
     def _refuse_batch(self, features: KeyedJaggedTensor) -> None:
-        """Raise ValueError for a batch that TorchRec looks up in a way of its own, or by
+        """Raise ValueError for a batch that TorchRec looks up in a special way, or differently by
         sharding."""
         if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
             raise ValueError(
@@ -155,7 +156,7 @@ class CompactIds(nn.Module):
             )
         ids, weights = features.values(), features.weights_or_none()
         check_ids(ids)
-        # Ids behind the last bag are refused: TorchRec adds them to it in some shardings.
+        # Ids after the last bag are refused: TorchRec adds them to it in some shardings.
         check_lengths(ids, features.lengths(), len(features.keys()))
         if weights is not None:
             self._refuse_weights(weights, ids)
@@ -262,10 +263,10 @@ class IndexedCollection(CompactCollection):
     Args:
         tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
         indexes: by table, of the tables that have removed rows.
-        is_weighted: as of an EmbeddingBagCollection.
+        is_weighted: as for an EmbeddingBagCollection.
         device: of the stored rows, which TorchRec initializes.
-        stored_rows: by table, the least number of rows to store; rows behind the kept ones are
-            never read.
+        stored_rows: by table, the least number of rows to store; rows after the kept ones are never
+            read.
 
     Attributes:
         ids: the :class:`CompactIds`.
@@ -295,8 +296,8 @@ class IndexedCollection(CompactCollection):
         for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True):
             index = indexes.get(table.name)
             rows = table.num_embeddings if index is None else index.stored
-            # At least one row, which is never read: TorchRec's planners and FBGEMM's kernels expect
-            # no table without rows.
+            # At least one row, which is never read: TorchRec's planners and FBGEMM's kernels do not
+            # expect a table without rows.
             rows = max(rows, 1, (stored_rows or {}).get(table.name, 0))
             stored.append(replace(table, num_embeddings=rows, feature_names=names))
         self.inner = self._stored(stored, device)
@@ -311,8 +312,8 @@ class IndexedCollection(CompactCollection):
 
 
 class CompactEmbeddingBagCollection(IndexedCollection):
-    """An EmbeddingBagCollection that stores kept rows only. Its output is that of whole tables in
-    which the other rows are zero.
+    """An EmbeddingBagCollection that stores kept rows only. Its output equals the output of whole
+    tables in which the other rows are zero.
 
     Sums and weighted sums are bit-equal. Means divide by the number of all ids of a bag, including
     ids without a row; they are computed as a sum times 1 / ids, so they may differ in the last bit
@@ -515,7 +516,7 @@ def least_rows(module: nn.Module, rows: Mapping[str, int]) -> dict[str, int]:
     the sharding of ``module``.
 
     TorchRec cuts rows into equal blocks, except for the last. If a batch of tables has an empty one
-    and others of another width, FBGEMM's CPU backward writes wrong rows."""
+    and others of a different width, FBGEMM's CPU backward writes wrong rows."""
     shards = row_shards(module)
     least = {}
     for table, count in rows.items():

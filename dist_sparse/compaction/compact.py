@@ -1,12 +1,12 @@
-"""`compact()` replaces the tables of a sparsified model by tables of their kept rows or columns.
-`expand()` is the inverse: it replaces compact tables by whole ones.
+"""`compact()` replaces the tables of a sparsified model with tables of their kept rows or columns.
+`expand()` is the inverse: it replaces compact tables with whole ones.
 
 Both have three phases. All ranks must succeed in one part of a phase before any begins the next:
 
 1. Check which rows and columns are kept, and whether all tables can be replaced. Nothing changes.
 2. Build: new modules are made here. :meth:`~dist_sparse.compaction.replacing.Rebuild.replace` puts
-   them in the place of the old ones, and moves weights and optimizer state of kept rows bit for
-   bit, table by table. A failure is undone.
+   them in place of the old ones, and moves weights and optimizer state of kept rows bit for bit,
+   table by table. A failure is undone.
 3. Release, by the same method: optimizers get the new parameters, and the old tables are freed.
    This can't be undone.
 """
@@ -54,7 +54,7 @@ def compact(
     further, and sparsified and compacted again.
 
     Compact collections refuse some batches that training accepts, on the rank whose batch it is:
-    batch sizes that differ between features, inverse indices, ids behind the last bag, weights that
+    batch sizes that differ between features, inverse indices, ids after the last bag, weights that
     are not floating, and weights of means, which TorchRec divides differently by sharding.
 
     ``model`` is consumed. A DistributedModelParallel is built again around the same module: use the
@@ -69,8 +69,8 @@ def compact(
         model: the sparsified model: a DistributedModelParallel or a plain module. For a DDP module,
             pass the inner module, then wrap the result.
         sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier. Its masks must remove
-            whole rows, or columns of rotated tables: these become narrower, by columns whose number
-            is a multiple of 4.
+            whole rows, or columns of rotated tables: these become narrower, by a multiple of 4
+            columns.
         optimizer: one or all optimizers that step tables without a fused optimizer; they get the
             new parameters. None uses the optimizers that the enforcer is attached to; ``()`` means
             there are none.
@@ -80,8 +80,9 @@ def compact(
         removed: ``"zero"``: removed ids give zeros. ``"default_row"``: all removed ids of a table
             share one row, which is 0 at first, is trained as any other, and is served. Measure it
             on validation data: it helps with ids seen in training, and can harm with new ones.
-        convert: a function that makes other modules of the compact ones before the model has them:
-            :func:`~dist_sparse.extras.following.follow_kept_rows`. None keeps compact ones.
+        convert: a function that turns the compact modules into other ones before the model gets
+            them, such as :func:`~dist_sparse.extras.following.follow_kept_rows`. None keeps the
+            compact ones.
 
     Raises:
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a
@@ -117,7 +118,7 @@ def compact(
         masks = sparsifier.masks
         plain = masks.plain.names
         if plain:
-            raise ValueError(f"Plain data can't be compacted: {plain} are no tables of a model.")
+            raise ValueError(f"Plain data can't be compacted: {plain} are not tables of a model.")
         if optimizer is None:
             # An attached enforcer knows the optimizers.
             optimizer = getattr(masks.enforcer, "optimizers", None)
@@ -211,7 +212,7 @@ def _plan_changes(
     for name in sorted(losing.difference(widths)):
         _refuse_partial_rows(located[name], store.table(name).block)
     # All modules of the models that tables were registered from. Names alone do not tell: another
-    # model may have tables of the same names. The source of tensors that were registered without a
+    # model may have tables of the same names. A source of tensors that were registered without a
     # model has no such attribute.
     models = [getattr(source, "model", nn.Module()) for source in store.sources]
     sparsified = set(nn.ModuleList(models).modules())
@@ -232,19 +233,19 @@ def _plan_changes(
     _refuse_parted_groups(sparsifier, widths)
     if missing:
         raise ValueError(
-            f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
+            f"{sorted(missing)} are not embedding tables of this model: they can't be compacted."
         )
     return changes
 
 
 def _refuse_parted_groups(sparsifier: BaseDataSparsifier, widths: Mapping[str, int]) -> None:
-    """Refuse tables that are rotated together, but keep other columns each: a collection of one
-    width may have parted the group."""
+    """Refuse tables that are rotated together but keep different columns: a collection with a
+    single width may have split the group."""
     for group in getattr(sparsifier.masks.rotation, "groups", ()):
         left = {name: widths[name] for name in group if name in widths}
         if len(set(left.values())) > 1:
             raise ValueError(
-                f"Tables rotated together keep other columns each, {left}: give all one level."
+                f"Tables rotated together keep different columns, {left}: give all one level."
             )
 
 
@@ -316,7 +317,7 @@ def expand(
         plan: returns a ShardingPlan for the unsharded module with whole tables. None keeps sharding
             types, ranks and columns, and cuts the rows evenly.
         initial: initial weights of the rows that were removed: ``"zero"``, or ``"init"``, drawn
-            from the distribution of the table's initializer (TorchRec's uniform one, or that of
+            from the distribution of the table's initializer (TorchRec's uniform one, or the one of
             ``nn.Embedding``). They are the same on every sharding and number of ranks.
         seed: of ``initial="init"``.
 

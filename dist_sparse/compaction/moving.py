@@ -38,7 +38,7 @@ _SPAN = 4096
 def kept_rows(sparsifier: BaseDataSparsifier, located: Located | None = None) -> dict[str, Tensor]:
     """Return which rows of each registered table the masks keep any element of: bool ``(rows,)`` on
     the CPU, the same on every rank. Collective over the tables' groups: one all-gather each, of one
-    bit a row.
+    bit per row.
 
     Args:
         located: the registered tables as they are stored now; None locates them.
@@ -79,7 +79,7 @@ def gather_rows(
 ) -> dict[str, Tensor]:
     """Return which rows of each table any shard flags: bool ``(rows,)`` on the CPU, the same on
     every rank. Collective over the ranks of the tables, which must be the same: one all-gather of
-    one bit a row and shard.
+    one bit per row and shard.
 
     Args:
         flags: flags the rows of a shard of this rank: bool ``(rect.rows,)``.
@@ -101,20 +101,20 @@ def gather_rows(
         for received, of_rank in zip(group.all_gather(sent), shards, strict=True):
             rest = unpack(received, most)
             for data, rect in of_rank:
-                # Shards of the same rows have other columns: a row is flagged if any of them flags
-                # it.
+                # Other shards of the same rows have different columns: a row is flagged if any of
+                # them flags it.
                 found[data.name][rect.row : rect.row_end] |= rest[: rect.rows]
                 rest = rest[rect.rows :]
     return found
 
 
 def on_all_ranks(located: Located, flags: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return flags of the rows of tables, bool ``(rows,)`` on the CPU, on every rank: also of
-    tables of which it holds nothing. Collective over the world: one all-gather of one bit a row.
+    """Return flags of the rows of tables, bool ``(rows,)`` on the CPU, on every rank, including
+    tables of which it holds nothing. Collective over the world: one all-gather of one bit per row.
 
     Args:
         located: the tables.
-        flags: of the tables that this rank holds, such as :func:`gather_rows` returns.
+        flags: for the tables that this rank holds, as :func:`gather_rows` returns them.
     """
     world = world_group()
     with world.agreeing("counting rows"):
@@ -132,7 +132,7 @@ def on_all_ranks(located: Located, flags: Mapping[str, Tensor]) -> dict[str, Ten
     return {name: found[name] for name in located}
 
 
-# Bytes of a chunk of kept rows of the whole width of the table. A chunk is at least one row.
+# Bytes of a chunk of kept rows, over the whole width of the table. A chunk is at least one row.
 CHUNK_BYTES = 8 << 20
 
 
@@ -143,7 +143,7 @@ def move_rows(
     wanted: Sequence[Sequence[Rect]],
 ) -> Iterator[tuple[Rect, Tensor]]:
     """Yield the kept rows that this rank wants, chunk by chunk, bit for bit. Collective over the
-    ranks of ``source``: one all-to-all a chunk, in each ``next()``, so all ranks must exhaust the
+    ranks of ``source``: one all-to-all per chunk, in each ``next()``, so all ranks must exhaust the
     iterator. Of several replicas the first sends.
 
     Args:
@@ -204,7 +204,7 @@ def move_rowwise(
     column for each column span of the shards.
 
     Raises:
-        ValueError: values are wanted for columns that are not those of a shard: they can't be
+        ValueError: values are wanted for columns that are not the columns of a shard: they can't be
             derived from the values of other columns.
     """
     spans = sorted({(rect.col, rect.cols) for rect in source.rects})
@@ -217,7 +217,7 @@ def move_rowwise(
         if (rect.col, rect.cols) not in spans:
             raise ValueError(
                 f"Table {source.name!r}: row-wise optimizer state of {rect} can't be derived from"
-                f" that of the columns {spans} (first, count)."
+                f" the state of the columns {spans} (first, count)."
             )
         return Rect(rect.row, spans.index((rect.col, rect.cols)), rect.rows, 1)
 
@@ -300,7 +300,7 @@ def _parts_in(rects: Iterable[Rect], kept: Tensor, chunk: _Chunk) -> Iterator[_P
     """Yield the parts of shards that are in a chunk and have kept rows."""
     for rect in rects:
         top, bottom = max(rect.row, chunk.first), min(rect.row_end, chunk.last)
-        # Outside of the chunk the slice is empty: a count of 0.
+        # Outside the chunk the slice is empty: a count of 0.
         count = int(kept[top:bottom].count_nonzero())
         if count:
             # Other shards have the kept rows of the chunk above this one.
@@ -434,7 +434,7 @@ class StoredTables:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             weight = module.get_parameter(weight_name(module))
             data = whole("weight", weight.data)
-            # A table that has lost all rows has a shard too, by which its state is found.
+            # A table that has lost all rows has a shard too, through which its state is found.
             shard = Shard(Rect(0, 0, *weight.shape), weight.data)
             self.located = {"": replace(data, tiling=((shard.rect,),), shards=(shard,))}
             self.parameters = {"": weight}
@@ -510,8 +510,8 @@ def move_tables(
         The parameters that plain optimizers step, with their replacements.
 
     Raises:
-        ValueError: a table has row-wise optimizer state, and its columns are cut at other places in
-            ``new``.
+        ValueError: a table has row-wise optimizer state, and its columns are cut at different
+            places in ``new``.
     """
     with world.agreeing("moving tables"):
         source = StoredTables(old, kept, steppers)
@@ -538,7 +538,7 @@ def move_tables(
         # step.
         parameter = source.parameters.get(name)
         made = {}
-        # Not by arange(), which takes 8 bytes an id.
+        # Not by arange(), which takes 8 bytes per id.
         into = torch.zeros(there.shape[0], dtype=torch.bool)
         into[: flags.count_nonzero()] = True
         move = _Copy(here, there, flags, placed.get(name, into))
@@ -568,7 +568,7 @@ class _Copy:
 
     Args:
         source, target: the table as it is stored now, and as it will be.
-        kept, placed: as of :func:`move_tables`, of this table.
+        kept, placed: as in :func:`move_tables`, for this table.
     """
 
     source: ShardedData
@@ -584,7 +584,7 @@ class _Copy:
         fresh: float = 0.0,
     ) -> None:
         """Fill this rank's new shards ``into`` from the old ones ``held``: weights or optimizer
-        state of ``source.dtype``. Rows that receive none are ``fresh``. Collective."""
+        state of ``source.dtype``. Rows that receive nothing are ``fresh``. Collective."""
         places = []
         for shard, tensor in zip(self.target.shards, into, strict=True):
             tensor.fill_(fresh)

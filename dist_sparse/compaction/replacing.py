@@ -54,7 +54,7 @@ Kept = Mapping[str, Tensor]
 # How many rows are looked through at once: their numbers take 8 MiB.
 _SPAN = 1 << 20
 
-# Looked up by exact class: the forward of a subclass may do more.
+# Looked up by exact class: a subclass's forward may do more.
 _COMPACT: Mapping[Any, Any] = {
     nn.Embedding: CompactEmbedding,
     nn.EmbeddingBag: CompactEmbeddingBag,
@@ -219,7 +219,7 @@ class CollectionSite(_Site):
 
     def used_rows(self) -> dict[str, Tensor]:
         """Return which stored rows of each table have an id: bool ``(rows,)``."""
-        # Rows without an id, behind the others, pad shards to blocks of equal size.
+        # Rows without an id, after the others, pad shards to blocks of equal size.
         used = {table.name: table.rows for table in self.whole.tables}
         used |= {table: index.stored for table, index in self.indexes().items()}
         tables = self.collection.tables
@@ -387,7 +387,7 @@ class Rebuild:
         model: the model.
         action: ``"compact"`` or ``"expand"``.
         optimizer: one or all optimizers of tables without a fused one; None if they are unknown.
-        plan: as of :func:`~dist_sparse.compact`.
+        plan: as in :func:`~dist_sparse.compact`.
         world: all ranks.
     """
 
@@ -432,7 +432,7 @@ class Rebuild:
             around = [type(each).__name__ for each in wrappers if site.module in each.modules()]
             refusal = site.refusal(self._model, narrowed)
             rules = {
-                # None if the module itself has no reason.
+                # None if the module itself gives no reason.
                 str(refusal): refusal,
                 f"is inside {' in '.join(around)}, which holds on to the old parameters:"
                 f" {self._action} the module inside, and wrap the result again.": around,
@@ -609,7 +609,7 @@ def rebuild_of(
     :class:`Rebuild`.
 
     Raises:
-        ValueError: the model is no module.
+        ValueError: the model is not a module.
     """
     check_module(model)
     torchrec = torchrec_port()
@@ -654,8 +654,8 @@ def _draw(change: Change, stored: nn.Module, seed: int) -> None:
 
 
 def release_site(site: Site, action: str) -> None:
-    """Free the old tables of a module. Using a parameter that is still in some list, for clipping
-    for example, raises."""
+    """Free the old tables of a module. Using a parameter that is still in some list, such as one
+    for clipping, raises."""
     for name, parameter in list(site.module.named_parameters()):
         consume_parameter(parameter, f"{site.path}.{name}".lstrip("."), action)
     if isinstance(site, CollectionSite) and site.is_sharded:

@@ -1,9 +1,9 @@
 """The kept rows of a table as a bitmap, and the place of each among the stored rows.
 
-The index has one bit a row and, for each word of 32 rows, the number of kept rows before it: 0.25
+The index has one bit per row and, for each word of 32 rows, the number of kept rows before it: 0.25
 byte per row of the original table. Row ``r`` is bit ``r % 32`` of word ``r // 32``, the lowest bit
-first; bits behind the last row are 0. Removed ids have no row, or share the *default row*, which is
-stored behind the kept ones. Ids out of range never have a row; the caller handles them. A lookup
+first; bits after the last row are 0. Removed ids have no row, or share the *default row*, which is
+stored after the kept ones. Ids out of range never have a row; the caller handles them. A lookup
 reads one word and one count, in int32 arithmetic and pure torch: it runs in eager mode and under
 ``torch.export``, on any device.
 """
@@ -69,7 +69,8 @@ def _rank(
     """Return the number of kept rows before the rows ``(n,)`` of a bitmap, -1 where removed: all
     int32.
 
-    ``start``: the first word of each row's table, where the bitmap is of several; None for 0."""
+    ``start``: the first word of each row's table, if the bitmap is for several tables; None for
+        0."""
     one, two, four, five, top, last, pairs, fours, bytes_, ones = constants.unbind()
     word = row >> five
     if start is not None:
@@ -131,7 +132,7 @@ class RowIndex(nn.Module):
 
     def _count(self) -> None:
         """Count the kept rows before each word."""
-        # Bits behind the last row would be counted. They are 0: artifacts are verified on opening.
+        # Bits after the last row would be counted. They are 0: artifacts are verified on opening.
         in_word = _bits_in(self.words)
         until = in_word.cumsum(0, dtype=torch.int32)
         self.num_kept = int(until[-1])
@@ -251,7 +252,7 @@ class RowIndexes(nn.Module):
         self.register_buffer("of_features", of_features.T.contiguous())
 
     def tables(self) -> dict[int, RowIndex]:
-        """Return a copy of each table's index, by the table's position; none of tables that keep
+        """Return a copy of each table's index, by the table's position; none for tables that keep
         all rows."""
         found, start = {}, 0
         for number, (rows, default_row) in self._indexed.items():
@@ -338,7 +339,8 @@ class Tally:
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = dict(counts)
-        # An addition reads and writes: without a lock, that of another thread in between is lost.
+        # An addition reads and writes: without a lock, another thread's addition in between is
+        # lost.
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Tally], tuple[dict[str, int]]]:
@@ -366,7 +368,7 @@ class UnknownLookups:
         features: for each feature, the name of its table.
 
     Attributes:
-        tally: lookups so far by table, 0 of tables that had none.
+        tally: lookups so far by table, 0 for tables that had none.
     """
 
     def __init__(self, rows: Mapping[str, int], features: Sequence[str]) -> None:

@@ -2,11 +2,11 @@
 table.
 
 Both are subclasses, so that optimizers, sparsifiers and state_dicts find a table of the same name
-in the same place. Outputs equal those of the whole table with removed rows set to zero; an id out
-of range raises, as in torch.
+in the same place. Outputs equal the outputs of the whole table with removed rows set to zero; an id
+out of range raises, as in torch.
 
-The module also has code that must work without TorchRec: the base class by which compact
-collections are recognized, and the generator of initial rows.
+This file also has code that must work without TorchRec: the base class by which compact collections
+are recognized, and the generator of initial rows.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _OPTIONS = (
     "norm_type",
     "scale_grad_by_freq",
     "sparse",
-    # Of an EmbeddingBag alone.
+    # Only an EmbeddingBag has these.
     "mode",
     "include_last_offset",
 )
@@ -49,14 +49,14 @@ def padding_id_of(table: nn.Embedding | nn.EmbeddingBag) -> int | None:
 def _rows(index: RowIndex, ids: Tensor) -> Tensor:
     """Return the rows of ids, -1 where there is none."""
     check_ids(ids)
-    # For an id out of range, the row behind the last: torch's lookup raises there.
+    # For an id out of range, the row after the last: torch's lookup raises there.
     rows: Tensor = index(ids)
     return rows.masked_fill(rows == UNKNOWN, index.stored)
 
 
 class CompactCollection(nn.Module):
-    """A collection of TorchRec's that stores kept rows only: ``inner`` behind the ids of the whole
-    tables."""
+    """A TorchRec collection that stores kept rows only, in ``inner``, and takes the ids of the
+    whole tables."""
 
     inner: nn.Module
     tables: list[TableConfig]
@@ -67,8 +67,8 @@ class CompactCollection(nn.Module):
         raise NotImplementedError
 
     def table_slots(self) -> dict[str, Tensor]:
-        """Return where the rows of the indexes are stored, int64 ``(n,)``, of tables whose rows are
-        not in the order of their ids."""
+        """Return where the rows of the indexes are stored, int64 ``(n,)``, for tables whose rows
+        are not in the order of their ids."""
         return {}
 
 
@@ -237,7 +237,8 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Return the pooled bags, ``(bags, embedding_dim)``; arguments as of ``nn.EmbeddingBag``.
+        """Return the pooled bags, ``(bags, embedding_dim)``; the arguments are the same as for
+        ``nn.EmbeddingBag``.
 
         Raises:
             IndexError: an id is out of the range of the original table; on CUDA a device-side
@@ -297,7 +298,7 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):
         ends = offsets
         if not self.include_last_offset:
             ends = torch.cat([offsets, offsets.new_tensor([input.numel()])])
-        # A device would have to be waited for.
+        # On a device, the host would have to wait.
         if ends.is_cpu:
             self._refuse_offsets(ends, input.numel())
         return ends
@@ -307,7 +308,7 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):
         if not len(ends):
             raise ValueError("Invalid offsets: must be at least one, with include_last_offset.")
         first, last = int(ends[0]), int(ends[-1])
-        # torch's kernels disagree about ids behind the last offset: some add them to the last bag.
+        # torch's kernels disagree about ids after the last offset: some add them to the last bag.
         if first != 0 or last != count or bool((ends.diff() < 0).any()):
             raise ValueError(
                 f"Invalid offsets of {count} ids, from {first} to {last}: must begin with 0, never"
@@ -335,8 +336,8 @@ def _counted(flags: Tensor) -> Tensor:
 # Initial rows
 #
 # Initial weights of rows that are created during training. The generator is counter-based: each
-# element is a hash of the seed, the table's name, the id and the column, and of nothing else. So a
-# row is the same on every sharding and number of ranks, and in any order of draws.
+# element is a hash of the seed, the table's name, the id and the column, and nothing else. So a row
+# is the same on every sharding and number of ranks, and in any order of draws.
 
 # Random bits of an element: 52 bits plus the half that is added fit the 53 digits of a float64.
 _DIGITS = 52
@@ -358,7 +359,7 @@ def initial_rows(
 
     Args:
         seed: any integer.
-        table: the table's name; tables of other names get other weights.
+        table: the table's name; tables with different names get different weights.
         ids: int64 ``(n,)``.
         columns: column numbers in the whole table.
         bounds: ``(low, high)`` of a uniform distribution, as TorchRec draws; None for the standard
@@ -406,7 +407,7 @@ def draw_rows(
         rect: which rows and columns of the table it has.
         places: rows of ``weight``, int64 ``(n,)``.
         ids: whose initial weights they get, int64 ``(n,)``.
-        seed, table, bounds: as of :func:`initial_rows`.
+        seed, table, bounds: as in :func:`initial_rows`.
     """
     most = max(1, _DRAWN // max(1, rect.cols))
     device = weight.device

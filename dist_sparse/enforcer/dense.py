@@ -2,9 +2,9 @@
 parameters, data-parallel tables.
 
 A step writes a whole weight, so it is masked right after the step: all of it, or the rows of a
-sparse gradient. Hooks see the steps of every torch optimizer, also of one made later. Torch counts
-other writes (a load, ``copy_`` under ``no_grad``): they are masked before a module next reads the
-weight.
+sparse gradient. Hooks see the steps of every torch optimizer, including one made later. Torch
+counts other writes (a load, ``copy_`` under ``no_grad``): they are masked before a module next
+reads the weight.
 
 TorchRec, Lightning and others wrap optimizers in optimizers. Torch runs hooks on ``step`` only for
 its own optimizers, so hooks are registered on the innermost ones.
@@ -56,8 +56,8 @@ class WeightState(NamedTuple):
     Args:
         name: its registered name.
         weight: its live storage.
-        mask: the mask when this was read; for plain data of any shape, of a matrix with as many
-            rows.
+        mask: the mask when this was read. Plain data of any shape has the mask of a matrix with the
+            same number of rows.
         states: one value per element, or per row, or step counts.
         sums: Adagrad's sums of squared gradients; None with another optimizer.
         by_element: the optimizer keeps one value per element, perhaps only from its first step on.
@@ -101,8 +101,8 @@ def step_rows(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
     """Return the rows of ``parameter`` that the last step may have written, int64 ``(n,)``,
     possibly repeated.
 
-    None means any row: the rows are known only of a sparse gradient, and of an optimizer that
-    writes no others.
+    None means any row: the rows are known only for a sparse gradient, and an optimizer that writes
+    no others.
     """
     grad = parameter.grad
     if grad is None or not grad.is_sparse:
@@ -126,7 +126,7 @@ class Holder(NamedTuple):
 
     @classmethod
     def alone(cls, tensor: Tensor) -> Holder:
-        """Wrap a tensor that no module holds in a module of its own."""
+        """Wrap a tensor that no module holds in a new module."""
         return cls(tensor, _holding([tensor]), "0")
 
 
@@ -135,7 +135,7 @@ def model_of(source: Any) -> nn.Module:
     if hasattr(source, "model"):
         model: nn.Module = source.model
         return model
-    # A ShardedTensor is no Tensor: the module holds its local shards.
+    # A ShardedTensor is not a Tensor: the module holds its local shards.
     is_sharded = hasattr(source.data, "local_shards")
     return _holding(
         [shard.tensor for shard in source.data.local_shards()] if is_sharded else [source.data]
@@ -182,7 +182,7 @@ class Target:
         raise NotImplementedError
 
     def zero(self, rows: Tensor | None) -> None:
-        """Zero removed weights in these rows at least, int64 ``(n,)``; None is all rows."""
+        """Zero removed weights in at least these rows, int64 ``(n,)``; None is all rows."""
         raise NotImplementedError
 
     @property
@@ -209,7 +209,7 @@ class Target:
         """Zero removed weights in ``rows``, int64 ``(n,)``, the only rows written since they were
         last clean; None is all rows. Autograd does not see it."""
         self.zero(rows)
-        # Torch has not counted this write, as it was through .data.
+        # Torch has not counted this write, because it was through .data.
         self.clean_at, self.stepping = self.writes, False
 
 
@@ -234,11 +234,11 @@ class ShardTarget(Target):
         return self.held().mask
 
     def zero(self, rows: Tensor | None) -> None:
-        """Zero removed weights in these rows at least."""
+        """Zero removed weights in at least these rows."""
         mask = self.mask()
         if not mask.removes:
             return
-        # One pass over the shard is quicker than as many single rows.
+        # One pass over the shard is quicker than that many single rows.
         if rows is None or rows.numel() >= mask.rect.rows:
             mask.apply_(self.weight)
         else:
@@ -256,7 +256,8 @@ class PlainTarget(Target):
     store: DenseStore
 
     def mask(self) -> BlockMask:
-        """Return the current mask, of a matrix. A mask update writes the stored mask in place."""
+        """Return the current mask, as the mask of a matrix. A mask update writes the stored mask in
+        place."""
         # A vector becomes a column: each element is a row.
         matrix = self.store.mask(self.name).unsqueeze(-1).flatten(1)
         return BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
@@ -266,7 +267,7 @@ class PlainTarget(Target):
         self.weight.data.masked_fill_(self.store.mask(self.name) == 0, 0)
 
 
-# The end of errors about a table that a planner has replicated, as it does with small ones.
+# The end of error messages about a table that a planner has replicated, as it does with small ones.
 REPLICATED = (
     "The table is data-parallel (replicated on all ranks), and model.fused_optimizer does not step"
     " it: pass its dense optimizer too, as in sparsify(model, [model.fused_optimizer,"
@@ -287,7 +288,7 @@ class DenseWeights:
         before_read: called before a module that holds a target reads it.
 
     Raises:
-        ValueError: a part of ``given`` is no optimizer.
+        ValueError: a part of ``given`` is not an optimizer.
     """
 
     # As in TableBatchHooks. TorchRec reshards none of these weights.
@@ -315,8 +316,8 @@ class DenseWeights:
             shardings: TorchRec's sharding types, by table.
 
         Raises:
-            ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an
-                unknown model.
+            ValueError: none of the given optimizers steps a weight that requires a gradient, or a
+                shard of an unknown model.
         """
         stepped = same_storage([*chain(*map(stepped_by, self._optimizers))])
         for target in self.targets:
@@ -327,14 +328,14 @@ class DenseWeights:
                 if shardings.get(target.name) == "data_parallel":
                     way = REPLICATED
                 raise ValueError(
-                    f"No optimizer given steps {target.name!r}, which requires a gradient: removed"
-                    f" weights would come back. {way}"
+                    f"None of the given optimizers steps {target.name!r}, which requires a"
+                    f" gradient: removed weights would come back. {way}"
                 )
             if not target.writers_known:
                 raise ValueError(
-                    f"Can't tell what writes {target.name!r}: it is no parameter, and no optimizer"
-                    " given steps it. Register its model by add_model(), or call squash_mask()"
-                    " first."
+                    f"Can't tell what writes {target.name!r}: it is not a parameter, and none of"
+                    " the given optimizers steps it. Register its model by add_model(), or call"
+                    " squash_mask() first."
                 )
 
     @property
@@ -379,7 +380,7 @@ class DenseWeights:
         self._hooks.remove()
 
     def clean(self) -> None:
-        """Mask weights that were written other than by an optimizer's step."""
+        """Mask weights that something other than an optimizer's step has written."""
         for target in self.targets:
             self._clean(target)
 
@@ -477,7 +478,7 @@ def _watch_new_optimizers() -> None:
 def _sample(
     lookups: SampledLookups, held: Callable[[], Held], module: Any, args: Any, kwargs: Any
 ) -> None:
-    """Count the lookups of one forward of an embedding, if it is one of the sample."""
+    """Count the lookups of one forward of an embedding, if the sample includes it."""
     # Each time: a mask update replaces what held() returns.
     lookups.use({0: held()})
     if lookups.due():

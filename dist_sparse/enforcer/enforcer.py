@@ -1,9 +1,9 @@
 """`MaskEnforcer`: every removed weight that a forward reads is exactly 0 while a model trains.
 
 An optimizer revives what a mask has removed: a fused one inside every backward, in the rows of the
-batch; a plain one in its step. Those rows are zeroed again just before a lookup reads them
-(:mod:`~dist_sparse.enforcer.fused`), and what plain optimizers step right after the step
-(:mod:`~dist_sparse.enforcer.dense`), at a cost that grows with the batch.
+batch; a plain one in its step. Rows that a fused optimizer wrote are zeroed again just before a
+lookup reads them (:mod:`~dist_sparse.enforcer.fused`). Weights that a plain optimizer steps are
+zeroed right after the step (:mod:`~dist_sparse.enforcer.dense`). The cost grows with the batch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MaskEnforcer(Enforcer):
     shards have moved.
 
     Where a fused optimizer writes the tables, ids of rows that are removed whole are dropped before
-    a lookup or weigh nothing in it: such rows get no gradient and stay zero, and their optimizer
+    a lookup or get the weight 0 in it: such rows get no gradient and stay zero, and their optimizer
     state stays as it is. All other removed weights are revived by a backward and zeroed again: from
     then until the next lookup, the rows that the backward wrote are *dirty*. They are cleaned
     before a lookup reads them, in a mask update before scoring, in ``get_data`` and ``state_dict``
@@ -253,7 +253,7 @@ class MaskEnforcer(Enforcer):
 
     def states(self) -> dict[int, list[Tensor]]:
         """Return all state that optimizers keep of registered weights, live, by the address of the
-        weights: with an element for each weight, or for each row, or step counts."""
+        weights: with an element for each weight or for each row, or step counts."""
         found: dict[int, list[Tensor]] = defaultdict(list)
         for each in self._states():
             # Several optimizers may step a weight.
@@ -500,7 +500,7 @@ class MaskEnforcer(Enforcer):
 
     @timed
     def _before_model(self, *_: Any) -> None:
-        # Not in the hooks of the weights' modules, which know the replaced weights only.
+        # Not in the hooks of the weights' modules, which know only the replaced weights.
         if self._replaced():
             self._attach_hooks(self._walk())
         self._before_read()
@@ -572,7 +572,8 @@ def _check_not_compiled(
     """Refuse modules in which hooks do not run.
 
     Raises:
-        ValueError: a module that holds registered weights is compiled, or one that it is a part of.
+        ValueError: a module that holds registered weights is compiled, or is part of a compiled
+            module.
     """
     holding = set(registered)
     for path, module in paths:

@@ -157,11 +157,12 @@ class TableBatchHooks:
         has_empty = min(map(len, views)) == 0
         widths = {view.shape[1] for view in views}
         self._writes_strays = on_cpu and has_empty and len(widths) > 1
-        # On a device the host does not know the ids; and no id names the rows of a stray write.
+        # On a device the host does not know the ids, and no id names the rows of a stray write.
         self._knows_writes = on_cpu and not self._writes_strays
         self._pooled = self._batch.pooling != "none"
         # A sum does not change without rows of zeros; a mean divides by the number of ids, and a
-        # sequence has a row for each. On a device the host would wait for the number of ids left.
+        # sequence has a row for each. On a device the host would have to wait for the number of
+        # remaining ids.
         self._drops_ids = on_cpu and self._batch.pooling == "sum"
         self._features = batch.features
         self._order = StreamOrder(device)
@@ -172,7 +173,7 @@ class TableBatchHooks:
         self._weighs_next = False
         self._counted: CountedLookups | None = None
         self._sampled = SampledLookups(self._features)
-        # Ids that were merged before the lookup are no sample of the traffic.
+        # Ids that were merged before the lookup are not a sample of the traffic.
         self._sees_lookups = not collection_of(collection).merges_ids
         # For each reader, such as "scores", the rows written since it last cleared its record.
         self._records: dict[str, dict[int, RowFlags]] = {}
@@ -203,7 +204,7 @@ class TableBatchHooks:
         self._siblings.discard(self)
 
     def moved_to(self, places: Mapping[int, Place]) -> None:
-        """Read the masks from other places from now on; dirty rows stay dirty."""
+        """From now on read the masks from different places; dirty rows stay dirty."""
         self._places = places
         self._masked_key = ()
         self._records.clear()
@@ -233,7 +234,7 @@ class TableBatchHooks:
         self._zeroed.revived = True
 
     def note_clean_write(self) -> None:
-        """Account for a write to any rows that has left removed weights at zero."""
+        """Account for a write, to any rows, that has left removed weights at zero."""
         self._known_writes = self._count_writes()
         # Readers start new records, with all rows.
         self._records.clear()
@@ -490,7 +491,7 @@ def _local_ids(features: Any) -> Ids:
     if ids.is_cpu or features.variable_stride_per_key():
         return ids, features.offset_per_key()
     # With one batch size for all features, each stride-th offset begins a feature: the host need
-    # not wait for the device. An empty batch has the stride 0, which is no valid step.
+    # not wait for the device. An empty batch has the stride 0, which is not a valid step.
     return ids, features.offsets()[:: max(1, features.stride())]
 
 

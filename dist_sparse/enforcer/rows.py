@@ -45,15 +45,15 @@ from dist_sparse.tables.shards import sent
 # host does not wait for it.
 Ends = Sequence[int] | Tensor
 
-# One forward in so many is sampled, beginning with the first after a mask update.
+# One forward in this many is sampled, beginning with the first after a mask update.
 EVERY = 16
 
 
 def in_table(ids: Tensor, rows: int) -> Tensor:
     """Return ``ids``, at least one, as int64, with 0 for ids outside ``[0, rows)``."""
     ids = ids.long()
-    # On a CPU, finding the smallest and the largest id is quicker than the three passes below. A
-    # device would have to be waited for.
+    # On a CPU, finding the smallest and the largest id is quicker than the three passes below. On a
+    # device, the host would have to wait.
     if ids.is_cpu:
         least, most = map(int, ids.aminmax())
         if 0 <= least <= most < rows:
@@ -104,7 +104,7 @@ def ids_of_tables(
 
 def _feature_of_each(ids: Tensor, ends: Tensor) -> Tensor:
     """Return the feature of each id, int64 ``(n,)``, without waiting for the device: -1 for ids
-    before the first feature, the number of features for ids behind the last."""
+    before the first feature, the number of features for ids after the last."""
     positions = torch.arange(ids.numel(), device=ids.device)
     return torch.bucketize(positions, ends.long().contiguous(), right=True) - 1
 
@@ -129,7 +129,7 @@ class KeptIds:
             IndexError: an id is outside of its table, if ``strict``.
         """
         if not (ids.is_cpu or isinstance(ends, Tensor)):
-            # Of features with batches of different sizes the host knows the ends.
+            # If batch sizes differ between features, the host knows the ends.
             ends = sent(ends, ids.device)
         if isinstance(ends, Tensor):
             concatenated, starts, rows = self._concatenated
@@ -161,8 +161,8 @@ class KeptIds:
     @cached_property
     def _concatenated(self) -> tuple[Tensor, Tensor, Tensor]:
         """The flags of all tables in one tensor: on a device, each read is a launch. For each
-        feature, the start of its table in that tensor, and the number of its rows; one entry more
-        in front and behind, for ids of no feature."""
+        feature, the start of its table in that tensor, and the number of its rows; with one more
+        entry at either end, for ids of no feature."""
         flags = []
         spans = {}
         start = 0
@@ -170,7 +170,7 @@ class KeptIds:
             spans[table] = start, len(kept)
             start += len(kept)
             flags.append(kept)
-        # All other ids are kept: they read one flag behind the others, as a table of one row.
+        # All other ids are kept: they read one flag after the others, like a table of one row.
         flags.append(flags[0].new_ones(1))
         other = start, 1
         of_features = [other, *(spans.get(table, other) for table in self.features), other]
@@ -232,7 +232,7 @@ class SampledLookups:
 
     def due(self) -> bool:
         """Whether this forward is counted."""
-        # Lookups of an evaluation are no traffic.
+        # Lookups of an evaluation do not count as traffic.
         if not torch.is_grad_enabled():
             return False
         counted = self._forwards % EVERY == 0
@@ -257,8 +257,7 @@ CHUNK = 1 << 18
 # Rows whose flags are searched at a time: 1 MiB.
 FLAGS_AT_A_TIME = 1 << 20
 
-# Masking a row of its own costs as much as 5 rows of one pass over the shard: memory is read at
-# random.
+# Masking a single row costs as much as 5 rows of one pass over the shard: memory is read at random.
 ROW_COST = 5
 
 
@@ -279,7 +278,7 @@ MaskedShards = Mapping[int, MaskedShard]
 
 
 def one_pass_is_quicker(mask: BlockMask, rows: int) -> bool:
-    """Whether masking the whole shard is quicker than masking so many rows, in any order, with
+    """Whether masking the whole shard is quicker than masking this many rows, in any order, with
     repeats."""
     return mask.in_one_pass and rows * ROW_COST >= mask.rect.rows
 
@@ -342,7 +341,7 @@ class RowFlags:
 
     def add_ids(self, ids: Tensor) -> None:
         """Add the rows that ids of a lookup name; perhaps more."""
-        # A row too many costs time, never a wrong weight.
+        # An extra row costs time, but never makes a weight wrong.
         if ids.numel() >= self.count:
             self.add_all()
         else:
@@ -393,7 +392,8 @@ def add_pruned(flags: Mapping[int, RowFlags], before: MaskedShards, after: Maske
         rows, old, new = flags[table], before[table], after[table]
         was = old.weight.data_ptr(), old.mask.block
         now = new.weight.data_ptr(), new.mask.block
-        # Bits can be compared if they are of the same blocks of the same shard, each within a row.
+        # Bits can be compared if they stand for the same blocks of the same shard, each within a
+        # row.
         if was != now or new.mask.block[0] != 1:
             rows.add_all()
         elif old.mask is not new.mask:
@@ -448,8 +448,8 @@ class ZeroedRows:
     Attributes:
         removing: the registered tables whose masks remove something.
         any_dirty: rows were flagged since all were last cleaned.
-        revived: a write of unknown rows may have made any removed weight nonzero. Tables whose
-            rows are not flagged have no other sign of it.
+        revived: a write of unknown rows may have made any removed weight nonzero. Tables whose rows
+            are not flagged have no other sign of such a write.
     """
 
     def __init__(self, features: Sequence[int], device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Lookups of each row, counted from batches: :func:`count_lookups`.
 
-Counts are a record of what was read that needs no optimizer: of the batches of the whole training,
-or of the requests of the last 30 days. They are saved to a folder and loaded from it.
+Counts are a record of what was read, and need no optimizer. They can cover the batches of the whole
+training, or the requests of the last 30 days. They are saved to a folder and loaded from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LookupCounts(dict[str, Tensor]):
     """Lookups of each row by table, int64 ``(rows,)``: what :func:`count_lookups` returns.
 
     Attributes:
-        batches: the number of batches that were counted, of all ranks.
+        batches: the number of batches that were counted, over all ranks.
 
     Example::
 
@@ -102,7 +102,7 @@ class LookupCounts(dict[str, Tensor]):
             entries = checks.unsealed(manifest.read_text(), _FORMAT, _VERSION)
             batches = checks.integer("batches", entries["batches"], least=0)
             for number, entry in enumerate(entries["tables"]):
-                # Names in the manifest are no paths: only the order tells which file it is.
+                # Names in the manifest are not paths: only the order tells which file it is.
                 file = folder / f"{number}.int64"
                 if not file.is_file():
                     raise ValueError(f"{file.name} is missing: the folder is damaged")
@@ -133,12 +133,12 @@ def count_lookups(
     """Return how often each row is looked up in batches, by table. Collective: every rank of the
     world must call it, each with its own batches; the counts of all ranks are added.
 
-    Pass the whole training data, or the lookups that a model must answer, such as those of the last
-    30 days. Every rank holds 8 bytes per row while it counts.
+    Pass the whole training data, or the lookups that a model must answer, such as the lookups of
+    the last 30 days. Every rank holds 8 bytes per row while it counts.
 
     Args:
         batches: KeyedJaggedTensors, or dicts of ids (int32 or int64, of any shape) by feature.
-            Features that no table has are ignored. Of another kind of batch pass the ids:
+            Features that no table has are ignored. For another kind of batch pass the ids:
             ``(batch.sparse_features for batch in loader)``.
         tables: the model, whose collections know which features look a table up (the feature of an
             ``nn.Embedding`` or ``nn.EmbeddingBag`` is the name of its table); or the number of rows
@@ -279,7 +279,7 @@ def _ids_by_feature(batch: Any) -> Iterator[tuple[str, Tensor, Tensor, int]]:
     for feature, jagged in batch.to_dict().items():
         lengths = jagged.lengths()
         examples = torch.repeat_interleave(torch.arange(len(lengths)), lengths.cpu())
-        # Values behind the last bag are padding.
+        # Values after the last bag are padding.
         yield feature, jagged.values()[: len(examples)], examples, len(lengths)
 
 

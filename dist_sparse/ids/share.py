@@ -1,4 +1,4 @@
-"""Which share of lookups reads rows that are removed, or would read them: :func:`share_of`."""
+"""What share of lookups reads removed rows, or would read them: :func:`share_of`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Share:
         lookups: lookups of each table.
         removed: how many of them read a removed row, by table.
         examples: number of examples.
-        affected: how many of them look a removed row up.
+        affected: how many of them look up a removed row.
 
     Example::
 

@@ -86,7 +86,7 @@ def _describe(failure: Any) -> tuple[str, str]:
         return f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else "failed", ""
     trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
     what = str(message.get("message", "")).partition("\n")[0][:300]
-    # The last traceback of a chain is that of the exception that ended the rank. Its outermost
+    # The last traceback of a chain belongs to the exception that ended the rank. Its outermost
     # frames are in the script, and the last line in the script's own file is the most precise.
     last = trace.rpartition("Traceback (most recent call last)")[2]
     frames = [frame for frame in _FRAME.findall(last) if frame[0] not in _harness()]
@@ -147,7 +147,7 @@ def _run(words: list[str]) -> None:
 
 
 def _harness() -> set[str]:
-    """Return the files whose frames precede those of a script in a traceback."""
+    """Return the files whose frames precede the script's frames in a traceback."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     return {__file__, runpy.run_path.__code__.co_filename, record.__code__.co_filename}

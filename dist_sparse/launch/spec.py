@@ -154,7 +154,7 @@ def _refuse_non_text(name: str, values: Iterable[object]) -> None:
 
 
 def _refuse_out_of_range(name: str, value: object) -> None:
-    """Refuse everything but an int from 0 on that the options of torchrun can hold."""
+    """Refuse everything but a non-negative int that the options of torchrun can hold."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
         raise ValueError(f"Invalid {name}={value!r}: must be a number from 0 on, below 2**31.")
 
@@ -237,7 +237,7 @@ def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     are not set.
 
     `GLOO_SOCKET_IFNAME=lo` on one node: by default gloo listens on the address of the host name,
-    which may be that of no interface.
+    which may not belong to any interface.
     """
     added = defaults(spec, len(os.sched_getaffinity(0)))
     if spec.max_nodes == 1:

@@ -1,9 +1,9 @@
 """New masks of many tables over many ranks: score, select, mask.
 
 :func:`score_tables` is the local half. It rescores each shard once, in chunks; of a shard with kept
-scores only the rows written since the last update. It communicates and changes nothing, so all
-ranks can still stop on an error. :func:`new_masks` is the collective half, in three steps. Neither
-writes to weights or to old masks.
+scores, it rescores only the rows written since the last update. It communicates and changes
+nothing, so all ranks can still stop on an error. :func:`new_masks` is the collective half, in three
+steps. Neither writes to weights or to old masks.
 """
 
 import math
@@ -70,12 +70,12 @@ class Goal:
         block: the sparse block, in elements.
         k: number of blocks to prune; in a pool of tables, on average.
         max_blocks: in a pool, the maximum number of blocks to prune in this table.
-        zeros_per_block: number of elements removed in a pruned block. With the block's area, whole
-            blocks are removed, also smaller ones at the edge.
+        zeros_per_block: number of elements removed in a pruned block. If it equals the block's
+            area, whole blocks are removed, including smaller ones at the edge.
         measure: how elements are scored.
         whole_columns: blocks are as high as the table.
         caches: by shard, the scores that are kept from one mask update to the next.
-        only_zeros: prune no block that scores more than 0.
+        only_zeros: do not prune any block that scores more than 0.
     """
 
     data: ShardedData
@@ -233,7 +233,7 @@ def masks_of(scored: Sequence[ScoredTable]) -> list[NewMasks]:
 
 def _find_thresholds(scored: Sequence[ScoredTable], group: Group, pooled: bool) -> None:
     """Set the threshold of every table. Collective over ``group``."""
-    # If there is nothing to remove, there is no pool: each ``k`` is 0, while ``max_blocks`` is not.
+    # If there is nothing to remove, there is no pool: each ``k`` is 0, but ``max_blocks`` is not.
     need = sum(table.goal.k * table.goal.bytes_per_block for table in scored) if pooled else 0
     candidates = []
     for table in scored:
@@ -267,7 +267,7 @@ def _read_histograms(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) 
     scores = torch.cat([torch.zeros(1, dtype=torch.int64), *read[len(segments) :]])
     for segment, histogram in zip(segments, histograms[1:], strict=True):
         segment.histogram = histogram
-    # Kernels return no extremes: they count a score that they refuse, also a negative one, as NaN.
+    # Kernels return no extremes: they count refused scores, such as negative ones, as NaN.
     counts = torch.stack(histograms)
     counted = bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
     if counted or scoring.refused(scores).any():
@@ -336,8 +336,8 @@ def _score_small(tables: Sequence[ScoredTable]) -> Iterator[Tensor]:
 
 
 def _score_stacked(tables: Sequence[ScoredTable]) -> Tensor:
-    """Score small tables in one pass, stacked to one table: they differ in their rows only, and no
-    block has two rows. Return the least and the largest score."""
+    """Score small tables in one pass, stacked into one table: they differ only in their number of
+    rows, and no block has two rows. Return the least and the largest score."""
     goal = tables[0].goal
     shards = [table.goal.data.shards[0] for table in tables]
     weights = torch.cat([tensor for _, tensor in shards])
@@ -358,7 +358,7 @@ def _stacked_measure(tables: Sequence[ScoredTable]) -> scoring.Measure:
     if not isinstance(measure, ByTotals):
         return measure
     values = [totals.of_rows(slice(None)) for totals in _totals(tables)]
-    # All tables have one total a row, or all have one an element: see _pass_of().
+    # All tables have one total per row, or all have one per element: see _pass_of().
     total = torch.cat(values)
     stacked = RowTotals(Rect(0, 0, *total.shape), total)
     return ByTotals(lambda offset: stacked, measure.squares)
@@ -407,7 +407,7 @@ def _score_shard(table: ScoredTable, shard: Shard) -> list[Tensor]:
 
 def _scores_again(goal: Goal, shard: Shard) -> bool:
     """Return whether each pass over the scores of a shard computes them again, to save memory."""
-    # Scores as large as the weights.
+    # The scores would be as large as the weights.
     if goal.block == (1, 1):
         return True
     if shard.tensor.is_cpu or goal.by_element:
@@ -441,7 +441,7 @@ def find_cuts(goal: Goal) -> CutTable | None:
     cols = _cut_indices([rect.col for rect in data.rects], block[1])
     if goal.whole_columns and rows:
         # The only block row is the whole table. As a cut row, its owner would need all element
-        # scores; as cut columns, however the table is cut, one partial sum of each block.
+        # scores. As cut columns, it needs one partial sum of each block, however the table is cut.
         rows, cols = (), tuple(range(goal.grid.cols))
     if goal.by_element and cols:
         raise ValueError(_cut_by_columns(goal))
@@ -522,8 +522,8 @@ def _score_pieces(
     device = shard.tensor.device
     columns = torch.arange(grid.col, grid.col_end, device=device)
     widths = scoring.block_widths(shape, goal.block, columns)
-    # Chunks are as large as their float64 elements allow. Of tall or wide blocks they hold few
-    # scores: then several make a piece, to spare calls.
+    # Chunks are as large as their float64 elements allow. If blocks are tall or wide, chunks hold
+    # few scores: then several make a piece, to save calls.
     waiting: list[Tensor] = []
     least = pieces_on(device).scores
     start = 0
@@ -614,13 +614,13 @@ def _masks_of_table(table: ScoredTable, batch_masks: BatchMasks) -> NewMasks:
     goal, threshold = table.goal, table.threshold
     masks = [_new_mask(table, shard, batch_masks) for shard in goal.data.shards]
     if goal.by_element:
-        # The number of removed blocks is not that of removed elements: edge blocks are smaller.
+        # Blocks do not give the number of removed elements: edge blocks are smaller.
         return NewMasks(masks, (1, 1), threshold)
     return NewMasks(masks, goal.block, threshold, threshold.removed)
 
 
 def _new_mask(table: ScoredTable, shard: Shard, batch_masks: BatchMasks) -> NewMask:
-    """Return the new mask of one shard: of its batch, or from its scores and the decision on its
+    """Return the new mask of one shard: from its batch, or from its scores and the decision on its
     cut blocks."""
     goal, rect, threshold = table.goal, shard.rect, table.threshold
     segment = table.segments[rect]
@@ -648,7 +648,7 @@ def _new_mask(table: ScoredTable, shard: Shard, batch_masks: BatchMasks) -> NewM
 
 
 def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:
-    """Replace the scores of cut blocks by the decision of their owners."""
+    """Replace the scores of cut blocks with the decision of their owners."""
     partials, decision = cuts.partials[rect], cuts.decisions[rect]
     # Cut columns. The part of a removed block in this shard may be zero although the block is not.
     # It gets the score 0 instead of REMOVED: removed with the block, but not dirty.
@@ -696,5 +696,5 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, slabs: Mapping[int, Tens
                 removed[top : top + flags.shape[0]] = flags
         kept.add(~removed.flatten())
     mask = BlockMask(rect, (1, 1), kept.close())
-    # A score is of a block: it does not tell which of the removed elements are zero.
+    # A score belongs to a block: it does not tell which of the removed elements are zero.
     return NewMask(mask, ~mask.bits)

@@ -1,13 +1,13 @@
 """Blocks that shard borders cut: one rank scores each, and sends its decision to all holders.
 
 Every block row of a table has an owner, rank ``block_row * world // block_rows``. The holders of a
-cut block send the owner their parts (:class:`Partials`). The owner scores it (:class:`Owned`) and
-returns its :class:`Decision`: one all-to-all each way, for all tables. All ranks know from metadata
-who holds what, so messages need no header.
+cut block send the owner their parts (:class:`Partials`). The owner scores the block
+(:class:`Owned`) and returns its :class:`Decision`: one all-to-all each way, for all tables. All
+ranks know from metadata who holds what, so messages need no header.
 
 - Blocks cut by a column border: float64 partial sums, which the owner adds in ascending column
   offset.
-- Block rows cut by a row border: element scores, which the owner assembles to a *slab*, the whole
+- Block rows cut by a row border: element scores, which the owner assembles into a *slab*, the whole
   block row, and scores as if it had never been cut.
 - Whole columns: float64 partial sums, one of each shard, which the owner adds in ascending row
   offset. A slab would be the whole table.
@@ -198,7 +198,8 @@ class Owned:
 
 @dataclass
 class Decision:
-    """Which cut blocks are removed, of those in one shard, or of those that a rank owns.
+    """Which cut blocks are removed, among the cut blocks in one shard or the cut blocks that a rank
+    owns.
 
     Args:
         columns: removed flags of the cut block columns, bool ``(block rows, cut columns)``;
@@ -225,7 +226,7 @@ def exchange_partials(tables: Sequence[CutTable], group: Group, device: torch.de
     arrivals = [_expect_partials(parcels, table, group) for table in tables]
     parcels.exchange(device)
     for table, arriving in zip(tables, arrivals, strict=True):
-        # Ascending column offset: sums are added in the same order whatever rank sent them.
+        # Ascending column offset: sums are added in the same order, whichever rank sent them.
         arriving.sort(key=lambda part: (part[0].col, part[0].row))
         table.owned = _score_owned(table, arriving, group, device)
 

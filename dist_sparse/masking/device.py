@@ -64,8 +64,8 @@ def pieces_on(device: torch.device) -> Pieces:
 
 
 def count_each(at: Tensor, buckets: int) -> Tensor:
-    """Return how often each number below ``buckets`` is in ``at``, int64 ``(buckets,)``. Does not
-    wait for the device, unlike torch.bincount, which reads the largest number.
+    """Return how often each number below ``buckets`` occurs in ``at``, int64 ``(buckets,)``. Does
+    not wait for the device, unlike torch.bincount, which reads the largest number.
 
     Args:
         at: int32 ``(n,)``, contiguous; overwritten.
@@ -165,13 +165,13 @@ def flat_width(rect: Rect, block: Block, tensor: Tensor) -> int | None:
 
 
 def too_large(nbytes: int, weights: int) -> bool:
-    """Return whether so many bytes are too many to hold in addition to the ``weights`` bytes of a
+    """Return whether this many bytes are too many to hold in addition to the ``weights`` bytes of a
     shard on an accelerator, where tables fill the memory: 5% is the limit."""
     return nbytes * 20 > weights
 
 
 def finish(work: Callable[[], Result]) -> Result:
-    """Do local work that may follow the last message of a mask update; a second time if it fails.
+    """Do local work that may follow the last message of a mask update; if it fails, try once more.
 
     Other ranks go on with the new masks then, and an agreement would be one more message. So a rank
     that runs out of memory frees what it can, and follows them.

@@ -1,8 +1,8 @@
 """Score cache of one shard: a mask update scores only the rows written since the last one.
 
 For blocks one row high and at least 32 columns wide, in large shards whose every write is tracked.
-Holds 4 bytes a block, the histogram of the scores, and the places of the scores near the threshold
-while it moves. Scores and masks equal those of scoring every row, bit for bit.
+Holds 4 bytes per block, the histogram of the scores, and the places of the scores near the
+threshold while it moves. Scores and masks are the same, bit for bit, as if every row were scored.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 # numbers in it, int64 `(n,)`, and returns element scores, float64 of the same shape.
 RowMeasure = Literal["L1", "L2"] | Callable[[Tensor, Tensor], Tensor]
 
-# If one row in so many was written, scoring all rows is as fast. If one score in so many is near
-# the threshold, reading all scores is as fast.
+# If one row in this many was written, scoring all rows is as fast. If one score in this many is
+# near the threshold, reading all scores is as fast.
 _MANY = 4
 
 # Scores read at a time: 1 MiB, which stays in the cache.
@@ -44,7 +44,7 @@ _CHUNK = 1 << 18
 # Size of the sample from which the range near the threshold is estimated.
 _SAMPLE = 1 << 12
 
-# On each side of the threshold, one score in so many counts as near it.
+# On each side of the threshold, one score in this many counts as near it.
 _MARGIN = 16
 
 
@@ -241,7 +241,7 @@ class Caching:
         shape: of the whole table.
         block: one row high.
         masks: the current masks of the table's shards. Removed elements are zero.
-        full_every: at least one of so many updates scores every row.
+        full_every: at least one in this many updates scores every row.
     """
 
     cache: ScoreCache

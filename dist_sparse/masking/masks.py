@@ -20,7 +20,7 @@ from torch import Tensor
 from dist_sparse.masking.device import flat_width, kernels_on, on_host, pieces_on, row_block_width
 from dist_sparse.tables.shards import Block, Grid, Rect, grid_of
 
-# Up to so many bytes, Python counts bits faster than a single call of torch.
+# Up to this many bytes, Python counts bits faster than a single call of torch.
 _FEW = 1 << 8
 
 # Bytes of flags whose blocks are zeroed at a time. Their positions take up to 200x the memory.
@@ -35,7 +35,8 @@ _GATHER = 0x0102040810204080
 
 
 def pack(flags: Tensor) -> Tensor:
-    """Pack bools ``(n,)`` into bytes ``(ceil(n / 8),)``, uint8; the bits behind the last are 0."""
+    """Pack bools ``(n,)`` into bytes ``(ceil(n / 8),)``, uint8; the bits after the last flag are
+    0."""
     return ((_words_of(flags) * _GATHER) >> 56).to(torch.uint8)
 
 
@@ -310,8 +311,8 @@ class BlockMask:
         ``(n, rect.cols)``, or ``(n, 1)`` if one block covers all columns.
 
         Args:
-            block_rows: those of :meth:`flags`, or int64 ``(n,)``.
-            dtype: of :data:`WORDS`.
+            block_rows: as in :meth:`flags`, or int64 ``(n,)``.
+            dtype: one of :data:`WORDS`.
         """
         cols = self.grid.cols
         width = self.block[1]
@@ -386,7 +387,8 @@ class BlockMask:
         )
 
     def changed(self, places: Tensor, kept: Tensor) -> BlockMask:
-        """Return the mask with other flags for some of its blocks; itself, if they are its own.
+        """Return the mask with new flags for some of its blocks; the mask itself, if no flag
+        changes.
 
         Args:
             places: flat, integers ``(n,)``, each once.
@@ -476,11 +478,12 @@ def removed_parts(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield live parts of a shard's weights or optimizer state, and flags of what is removed.
 
-    State with one value a row is removed where the whole row is. Other state, such as a step count,
-    belongs to no element.
+    State with one value per row is removed where the whole row is. Other state, such as a step
+    count, does not belong to any element.
 
     Args:
-        tensor: plain data, and its state, has any shape; its mask is of a matrix of as many rows.
+        tensor: plain data, and its state, may have any shape; its mask belongs to a matrix with the
+            same number of rows.
         dead_rows: bool ``(rect.rows,)``.
     """
     rect = mask.rect
@@ -542,7 +545,7 @@ class Held:
     def to(self, device: torch.device) -> Held:
         if self.mask.bits.device == device:
             return self
-        # Counts too: lookups of the shard are added on its device.
+        # Move the counts too: lookups of the shard are added on its device.
         bits = self.mask.bits.to(device)
         return Held(replace(self.mask, bits=bits), self.counts.to(device))
 
@@ -572,7 +575,7 @@ def prune(changes: Iterable[ShardChange]) -> None:
         kernels = kernels_on(tensor.device)
         width = flat_width(mask.rect, mask.block, tensor)
         if kernels is None or width is None:
-            # All that is removed: to find what has changed would wait for the device.
+            # Write all that is removed: finding what has changed would wait for the device.
             mask.apply_(tensor)
             continue
         addresses: list[int] = []

@@ -79,8 +79,8 @@ class RowTotals(NamedTuple):
         ``(rows, columns)``."""
         # Copied: the total is live, and the caller computes in place.
         totals = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
-        # Live counts are clamped now and then, at different times in the shards of one row. These
-        # must score alike.
+        # Live counts are clamped now and then, at different times in the shards that share a row.
+        # They must score alike.
         return totals.clamp_(max=self.most).sub_(self.initial).div_(self.share)
 
 
@@ -99,7 +99,7 @@ class ByTotals:
     squares: bool
 
     def score(self, chunk: Tensor, offset: tuple[int, int], out: Tensor) -> Tensor:
-        """Return the scores of some rows of a shard in ``out``, float64; arguments as of
+        """Return the scores of some rows of a shard in ``out``, float64; arguments as in
         :func:`~dist_sparse.masking.scores.element_scores`."""
         totals = self.find(offset)
         first = offset[0] - totals.rect.row
@@ -310,8 +310,8 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int) -> Tensor:
-    """Return the ``zeros`` smallest elements of each chosen block; among equal scores those first
-    in the block's row-major order.
+    """Return the ``zeros`` smallest elements of each chosen block; among equal scores, the first
+    ones in the block's row-major order.
 
     Args:
         scores: element scores, float32 ``(rows, cols)``, starting at the corner of a block. Blocks
@@ -326,7 +326,7 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     height, width = block
     rows, cols = scores.shape
     down, across = chosen.shape
-    # Padding ranks behind every (finite) element.
+    # Padding ranks after every (finite) element.
     padded = scores.new_full((down * height, across * width), torch.inf)
     padded[:rows, :cols] = scores
     # (down, height, across, width) to one row of elements a block, and back.
@@ -407,7 +407,7 @@ class Segment:
             them with the threshold.
 
     Attributes:
-        batch: counts the scores together with those of other tables, if any.
+        batch: counts the scores together with the scores of other tables, if any.
         number: the table's number in the batch.
         count: counts scores without reading all of them, or returns None; see
             :meth:`~dist_sparse.masking.kept_scores.IndexedScores.counts`.

@@ -40,15 +40,15 @@ from dist_sparse.tables.shards import Block, Rect, grid_of
 _ROUNDS = ((10, 1024), (0, 1024))
 
 # Scores in the threshold's bucket are copied, to spare the third round a pass over all scores, if
-# they are at most an eighth of the segment, or an eighth of so many.
+# they are at most an eighth of the segment, or an eighth of this many.
 _CHUNK = 1 << 19
 
 # Bytes of packed tie flags that are expanded to int64 indices at a time: 64 bytes of indices for
 # each byte of flags.
 _EXPANDED = 1 << 15
 
-# Which removed blocks may hold weights other than zero: those with a score above 0, or any. None:
-# no block that was removed before.
+# Which removed blocks may hold weights other than zero: the blocks with a score above 0, or any.
+# None: no block that was removed before.
 Dirty = Literal["nonzero", "removed"] | None
 
 
@@ -83,7 +83,7 @@ class Threshold:
         return torch.cat([bits[:ties] <= self.bits, bits[ties:] < self.bits])
 
     def removes_at(self, segment: Segment, places: Tensor, bits: Tensor) -> Tensor:
-        """As :meth:`removes`, of the scores ``bits`` at flat ``places`` of ``segment``."""
+        """Like :meth:`removes`, for the scores ``bits`` at flat ``places`` of ``segment``."""
         # Adding the flag makes `<` a `<=` for places before the limit. Places as int64, because
         # places_upto() may return more than int32 holds.
         return bits < self.bits + (places.long() < segment.places_upto(self.last))
@@ -99,7 +99,7 @@ class NewMask(NamedTuple):
     Args:
         mask: its bits, 1 = kept.
         dirty: packed like the mask, the removed blocks that may hold weights other than zero
-            besides the newly removed ones; None: there are no others.
+            besides the newly removed ones; None if there are no others.
     """
 
     mask: BlockMask
@@ -135,7 +135,7 @@ class Candidates:
         k: number of blocks to remove; in a pool, the maximum.
         blocks: number of blocks of the whole table.
         segments: this rank's scores. Over all ranks, every block is counted once.
-        only_zeros: remove no block that scores more than 0, and none at all if all score 0.
+        only_zeros: do not remove any block that scores more than 0, and none at all if all score 0.
         price: bytes that the table loses with each block, for a pool.
     """
 
@@ -153,10 +153,10 @@ def select_smallest(
     """Return for every table the exact threshold of its ``k`` smallest blocks over all ranks.
     Collective over ``group``: every rank must call it.
 
-    With ``pooled_bytes``, the tables whose ``k`` is not 0 form a pool: together they lose so many
+    With ``pooled_bytes``, the tables whose ``k`` is not 0 form a pool: together they lose this many
     bytes, wherever scores are smallest.
 
-    At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables that
+    At most three all-reduces of 16, 8 and 8 KiB per table, and at most three more for tables that
     lose some of the blocks at the threshold, but not all. No size depends on the number of scores.
 
     Raises:
@@ -236,8 +236,8 @@ class _Search:
     """Radix search of one table: the leading bits of the k-th smallest key found so far, and how
     many of the keys with these bits are removed. Keys are scores, or indices of tied blocks.
 
-    In the first round of scores, zeros have a bucket of their own. Blocks that were removed before
-    score 0, so a threshold among them is common, and needs no further round.
+    In the first round of scores, zeros have their own bucket. Blocks that were removed before score
+    0, so a threshold among them is common, and needs no further round.
 
     Args:
         left: number of keys to remove.
@@ -309,7 +309,7 @@ class _ScoreSearch(_Search):
         else:
             low = self.prefix << self.shift
             for _, bits in segment.chunks():
-                # Zeros were counted in a bucket of their own: -1 is in none.
+                # Zeros were counted in their own bucket: -1 is not in any.
                 scores = bits.masked_fill(bits == 0, -1) if low == 0 else bits
                 yield count_within(scores, low, shift, buckets)
 
@@ -332,8 +332,8 @@ class _ScoreSearch(_Search):
         """Return the threshold, once it is found."""
         bits, last = self.last, self.last_index
         if self.left == 0 and self.inside > 0:
-            # The pool has its bytes without this score: every block with it stays. Below the score
-            # 0 there is none, so last=-1 removes nothing.
+            # The pool reaches its bytes without this score: every block with it stays. Below the
+            # score 0 there is none, so last=-1 removes nothing.
             bits, last = (bits - 1, None) if bits else (0, -1)
         return Threshold(bits, last, removed=self.below + self.left)
 
@@ -513,7 +513,7 @@ class _Pool:
     smallest. Without tables it changes nothing.
 
     Blocks are removed in the order of (score, table, global index) until the bytes are reached. A
-    table that has lost its own maximum is passed over.
+    table that has lost its own maximum is skipped.
 
     The tables search side by side. In each round the pool finds the bucket in which the bytes are
     reached, the same for all of its tables. A table that reaches its maximum in a lower bucket

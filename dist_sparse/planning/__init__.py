@@ -1,2 +1,2 @@
-"""Smaller forms of tables within a budget of bytes: which fit, and which to use, by rule or as
-measured."""
+"""Smaller forms of tables within a budget of bytes: which fit, and which to use, by rule or by
+measurement."""

@@ -1,5 +1,5 @@
-"""Candidates: smaller forms of a model's tables, their bytes in a server, and the search for those
-that keep the most within a budget.
+"""Candidates: smaller forms of a model's tables, their bytes in a server, and the search for the
+ones that keep the most within a budget.
 
 Nothing here reads weights: names, shapes and dtypes of the tables are enough.
 """
@@ -31,7 +31,7 @@ _WITHOUT_CODES = dict.fromkeys(CODED, "int4")
 # Names of tables that are rotated together, by group.
 Groups = tuple[tuple[str, ...], ...]
 
-# Dtypes of a candidate: those of `dist_sparse.export`, and the above.
+# Dtypes of a candidate: the dtypes of `dist_sparse.export`, and the ones above.
 DTYPES = (*UNCODED, BY_COLUMN, *CODED)
 
 
@@ -76,7 +76,7 @@ class ServedBytes:
 
     Args:
         weights: the kept weights, in the dtype that they are stored in.
-        scales: scale and bias of each row, of 8 and 4 bits, or the scale of each column.
+        scales: scale and bias of each row, for 8 and 4 bits, or the scale of each column.
         books: entries that codes stand for.
         index: index of kept rows: a bit and a count for each 32, 0.25 byte for each original row.
         bases: matrices that turn the outputs of rotated tables back.
@@ -106,9 +106,10 @@ class Candidate:
         columns: fraction of its columns that each table of ``groups`` keeps, in (0, 1], rounded
             as by ``sparsify(level=1 - columns, block="col")`` with ``Rotation(groups)``, and by
             ``compact()``: to a multiple of 4.
-        groups: tables that are rotated together (``dist_sparse.extras.rotation``): the output of a
-            table that is alone is rotated back, and other tables keep all columns. With none every
-            table has the fraction ``columns``, not by a rotation: a smaller dense table.
+        groups: tables that are rotated together (``dist_sparse.extras.rotation``). If a table is
+            alone in its group, its output is rotated back; tables in no group keep all columns.
+            Without groups, every table has the fraction ``columns`` without a rotation: it is a
+            smaller dense table.
         levels: fraction of rows removed, by the name of the table; others keep all.
 
     Raises:
@@ -134,7 +135,7 @@ class Candidate:
     levels: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        # A table of no columns has no output.
+        # A table without columns has no output.
         if checks.level("columns", self.columns) == 0:
             raise ValueError(f"Invalid columns={self.columns!r}: must be in (0, 1].")
         # Tables that lose nothing are left out, so that equal candidates compare as equal.
@@ -261,8 +262,8 @@ class Choices:
     prunable: tuple[str, ...] = ()
 
     def all(self) -> list[Choice]:
-        """Return the candidates: with all columns in each dtype, fitting or not, and the widest
-        that fits of each kind and dtype."""
+        """Return the candidates: with all columns in each dtype, fitting or not, and for each kind
+        and dtype the widest that fits."""
         # First with the untouched rows, then without them where that saves bytes.
         choices = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
         full = [self.choice("full", dtype, 1.0) for dtype in DTYPES]
@@ -295,7 +296,7 @@ class Choices:
         widest = max(map(columns.__getitem__, names), default=0)
         step = CODED.get(dtype, 4)
         fractions = [width / widest for width in range(step, widest, step)]
-        # Bytes grow with the width: those that fit come first, and a binary search counts them.
+        # Bytes grow with the width: the ones that fit come first, and a binary search counts them.
         fitting = bisect_right(
             fractions, False, key=lambda fraction: not self.choice(kind, dtype, fraction).fits
         )
@@ -305,7 +306,7 @@ class Choices:
         """Return a candidate with its ``prunable`` tables at the lowest common level at which all
         tables fit, or at the highest below 1 if none fits."""
         pruned = [table for table in self.tables if table.name in self.prunable]
-        # Outside of the search, which changes pruned tables only.
+        # Outside the search, which changes only pruned tables.
         fixed = candidate.served_bytes(self.tables).total - candidate.served_bytes(pruned).total
         room = self.budget - fixed
 
@@ -334,8 +335,8 @@ class Choices:
         return Choice(kind=kind, candidate=candidate, served=served, fits=fits)
 
     def _untouched_levels(self, candidate: Candidate) -> dict[str, float]:
-        """Return the levels that remove untouched rows, of tables for which that saves more bytes
-        than the index takes."""
+        """Return the levels that remove untouched rows, for tables where that saves more bytes than
+        the index takes."""
         if candidate.dtype in CODED:
             # Books are fitted to all rows.
             return {}

@@ -58,13 +58,13 @@ class Plan:
         untouched: number of rows that training has never touched, by table, where the state of
             optimizers tells.
         hardly_read: number of other rows whose sum of squared gradients is below a tenth of the
-            mean of its table's touched rows, by table, where Adagrad has summed these. Of columns
-            and column shards with sums of their own, a row's largest counts, so it depends a little
-            on the sharding.
+            mean of its table's touched rows, by table, where Adagrad has summed these. If columns
+            or column shards have separate sums, the largest sum in a row counts, so the number
+            depends a little on the sharding.
         unknown: why ``untouched`` and ``hardly_read`` lack a table of a model, by table.
         records: what tells of the tables in ``untouched``, and which steps that covers, as text.
-        doubts: why nothing shows that the record covers the training, of tables in ``untouched``
-            that would lose rows: ``remove_untouched`` takes them with ``trust_record=True`` alone.
+        doubts: why nothing shows that the record covers the training, for tables in ``untouched``
+            that would lose rows: ``remove_untouched`` accepts them only with ``trust_record=True``.
         reads_zeros: which lookups of the batches would read a removed row if the rows of
             ``untouched`` were removed. None without batches.
         choices: the candidates. Candidates with all columns are listed whether or not they fit.
@@ -143,7 +143,7 @@ class Plan:
         ]
 
     def _label(self, choice: Choice) -> str:
-        # Tables with all columns lose no rows but untouched ones.
+        # Tables with all columns lose only untouched rows.
         if choice.kind == "full" and choice.candidate.levels:
             return "touched rows"
         return _LABELS[choice.kind]
@@ -185,7 +185,7 @@ class Plan:
         return lines
 
     def _by_text(self, texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """Yield each text once, after the names of the tables that it is of."""
+        """Yield each text once, after the names of the tables that it is about."""
         by_text: dict[str, list[str]] = defaultdict(list)
         for table in self.tables:
             if table.name in texts:
@@ -196,8 +196,7 @@ class Plan:
 
     def _code_lines(self, candidate: Candidate) -> list[str]:
         """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``,
-        after ``import dist_sparse as ds``: most scripts of TorchRec have a ``plan`` of their
-        own."""
+        after ``import dist_sparse as ds``: most TorchRec scripts have their own ``plan``."""
         # By default, sparsify() leaves these tables dense.
         small = {table.name for table in self.tables if table.shape[0] < 16}
         # Required, but it has no effect on fused tables.
@@ -262,13 +261,13 @@ def plan(
     does not change. Collective: every rank of the world must call it.
 
     Dtypes of 32, 16, 8 and 4 bits, 4 bits with a scale for each column, and codes of 2, 4 and 8
-    columns are combined with widths that are multiples of 4 columns, and, but for codes, with the
-    removal of rows that training has never touched, which is lossless. Weights are read of these
-    rows alone, as a proof that they were never trained; where they prove nothing, the plan says so.
-    Bytes are counted as a server holds them: weights, scales, books, indexes of kept rows, and
-    bases that rotate outputs back. No quality is predicted: recommendations follow rules that were
-    measured on other models. Where a rule depends on the data, several candidates are recommended,
-    to be measured.
+    columns are combined with widths that are multiples of 4 columns. All except codes are also
+    combined with the removal of rows that training has never touched, which is lossless. Only the
+    weights of these rows are read, as a proof that they were never trained; where they prove
+    nothing, the plan says so. Bytes are counted as a server holds them: weights, scales, books,
+    indexes of kept rows, and bases that rotate outputs back. No quality is predicted:
+    recommendations follow rules that were measured on other models. Where a rule depends on the
+    data, several candidates are recommended, to be measured.
 
     Args:
         model: as it was trained, wrapped or not; or ``(rows, columns)`` of float32 tables by name.
@@ -278,7 +277,7 @@ def plan(
             of tables that are read only by dot products between them, or ``"table"``.
         optimizer: the optimizer that steps tables that are not fused, or a sequence of several. If
             tables are stepped by Adagrad, Adam, AdamW or RMSprop, the rows that training has never
-            touched are known; not if weight decay or a loss term writes whole tables.
+            touched are known, unless weight decay or a loss term writes whole tables.
         include: globs over table names and fully qualified names; None is every table.
         exclude: globs of tables to leave out, which are not counted.
         batches: lookups that the model must answer, such as its test data, as in
@@ -359,7 +358,7 @@ def plan(
 # ------------------------------------------------------------------------------
 # The rules: which of the candidates to use, and why.
 
-# The candidate of each kind and dtype that fits, as of _most_kept().
+# The candidate of each kind and dtype that fits, as _most_kept() returns them.
 Fitting = Mapping[tuple[str, str], Choice]
 
 # Why narrow tables are recommended, by their kind.
@@ -428,8 +427,8 @@ def _recommend(choices: Choices, candidates: Iterable[Choice]) -> tuple[tuple[Ch
 
 
 def _most_kept(candidates: Iterable[Choice]) -> Fitting:
-    """Return the candidate of each kind and dtype that fits and keeps the most, but for untouched
-    rows."""
+    """Return for each kind and dtype the candidate that fits and keeps the most, apart from
+    untouched rows."""
     fitting: dict[tuple[str, str], Choice] = {}
     for choice in candidates:
         if choice.fits:
@@ -451,8 +450,8 @@ def _without_headers(
     tables: Sequence[TableShape], fitting: Fitting, kind: str
 ) -> tuple[Choice, ...]:
     """Return the candidates whose rows have no scale and bias, by column and of codes, that are
-    worth a measurement beside int4 rows. None if int4 rows of at least 24 bytes fit: these were as
-    good."""
+    worth a measurement beside int4 rows. None if int4 rows of at least 24 bytes fit: such rows were
+    as good."""
     widest = max(tables, key=lambda table: table.shape[1])
 
     def width(choice: Choice) -> int:
@@ -463,8 +462,8 @@ def _without_headers(
 
     if max(map(width, _of_kind(fitting, kind, "int4")), default=0) >= _NO_GAIN_FROM:
         return ()
-    # The finest codes, which CODED lists first, that keep most columns: the best codes on Gowalla
-    # kept 40 or 44 of 64.
+    # The finest codes, which CODED lists first, that keep most of the columns: the best codes on
+    # Gowalla kept 40 or 44 of 64.
     coded = chain(*map(of_dtype, CODED))
     wide = [choice for choice in coded if width(choice) >= 0.6 * widest.shape[1]]
     return (*of_dtype(BY_COLUMN), *wide[:1])

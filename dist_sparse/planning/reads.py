@@ -1,6 +1,6 @@
 """Rows that training has never or hardly read, as the state of optimizers tells:
-:func:`rows_by_reads`. Removing those never read changes no prediction on training ids; what share
-of other lookups would read zeros then, :func:`unread_share` tells.
+:func:`rows_by_reads`. Removing rows that were never read changes no prediction on training ids;
+:func:`unread_share` tells what share of other lookups would then read zeros.
 """
 
 from collections import defaultdict
@@ -28,14 +28,14 @@ _ALL_GRADIENTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RowsByReads:
-    """Rows that no gradient has reached, and hardly any, by table.
+    """Numbers of rows that no gradient, or hardly any, has reached, by table.
 
     Args:
         never: numbers of rows that no gradient has reached.
         hardly: numbers of rows that gradients have hardly reached; only Adagrad's sums tell.
-        unknown: why both are unknown; tables without rows are in none of the three.
+        unknown: why both are unknown. Tables without rows are in none of the three.
         records: what tells of the tables in ``never``, and which steps that covers, as text.
-        doubts: why nothing shows that the record covers the training, of tables in ``never`` with
+        doubts: why nothing shows that the record covers the training, for tables in ``never`` with
             rows that it has not seen.
         read: which rows gradients have reached, bool ``(rows,)``, of the tables in ``never`` that
             this rank holds.
@@ -49,16 +49,16 @@ class RowsByReads:
     read: dict[str, Tensor] = field(default_factory=dict)
 
 
-# What a rank knows of the rows of a table: the reason why they are unknown; or whether their state
-# are sums, whether only lookups make gradients, the total of the sums, the number of rows that have
-# one, and the record as text. None where it holds no rows.
+# What a rank knows about the rows of a table: the reason why they are unknown; or whether their
+# state is a sum, whether only lookups make gradients, the total of the sums, the number of rows
+# that have one, and the record as text. None where it holds no rows.
 _Local = str | tuple[bool, bool, float, int, str] | None
 
 
 def rows_by_reads(
     model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None
 ) -> RowsByReads:
-    """Return how many rows no gradient has reached, and hardly any, by table, as the state of
+    """Return how many rows no gradient, or hardly any, has reached, by table, as the state of
     optimizers tells (:func:`~dist_sparse.optimizers.records`). Collective over the world.
 
     Args:
@@ -67,7 +67,7 @@ def rows_by_reads(
         optimizer: the optimizer that steps the other tables, or a sequence of several.
 
     Raises:
-        ValueError: something in ``optimizer`` is no optimizer.
+        ValueError: something in ``optimizer`` is not an optimizer.
     """
     world = world_group()
     with world.agreeing("plan()"):
@@ -90,9 +90,9 @@ def rows_by_reads(
         # All ranks use one order, or groups that overlap would wait for each other.
         for ranks in sorted(by_ranks):
             _count_rows(by_ranks[ranks], found, by_table, result)
-    # Ranks that share a table have counted the same. Of a model that is not wrapped, each rank has
-    # counted its own copy: the first one's counts.
-    # All but the flags, which each rank keeps for itself.
+    # Ranks that share a table have counted the same. If the model is not wrapped, each rank has
+    # counted its own copy: take the first one's counts. All but the flags, which each rank keeps
+    # for itself.
     counted = {**vars(result), "read": {}}
     merged = RowsByReads(read=result.read)
     for of_rank in reversed(world.all_gather_json(counted)):
@@ -110,12 +110,12 @@ def unread_share(
     Args:
         located: the tables.
         reads: what :func:`rows_by_reads` has returned for them.
-        batches: as of :func:`~dist_sparse.count_lookups`.
+        batches: as in :func:`~dist_sparse.count_lookups`.
 
     Raises:
         ValueError: see :func:`~dist_sparse.count_lookups`; on every rank.
     """
-    # Of a model that is not wrapped, a rank may know its own copy where another does not.
+    # If the model is not wrapped, a rank may know its own copy where another does not.
     known = reads.never.keys() - reads.unknown.keys()
     tables = {data.name: data for data in located if data.name in known}
     return share_of("plan()", located, on_all_ranks(tables, reads.read), batches, True)
@@ -130,7 +130,7 @@ def _local_reads(data: ShardedData, known: list[Record] | str) -> _Local:
     read = read_rows(data, known)
     for record, shard in zip(known, data.shards, strict=True):
         unread = Unread(data, shard.tensor, ~read[shard.rect], record.text())
-        # As after weights were loaded without their optimizer state.
+        # This happens after weights were loaded without their optimizer state.
         if reason := trained_text(unread):
             return (
                 f"the optimizer's state does not cover its training: {reason} (the record:"
@@ -177,7 +177,7 @@ def _count_rows(
     often = _gather(with_sums, partial(_often, found, floors))
     nonzero = _gather(dense, _nonzero)
     for name, rows in read.items():
-        # An L2 has no gradient for a row of zeros, such as that of a padding_idx.
+        # An L2 has no gradient for a row of zeros, such as the row of a padding_idx.
         unread = ~rows & nonzero.get(name, ~rows)
         if not rows.any():
             result.unknown[name] = _NO_GRADIENT
@@ -215,7 +215,7 @@ def _gather(
 
 def _reported_rects(data: ShardedData, rank: int) -> Sequence[Rect]:
     """Return the rectangles that a rank reports: all of a copy that trains apart, since each copy
-    sees other batches; otherwise those that it owns, so that one replica reports for all."""
+    sees different batches; otherwise the ones that it owns, so that one replica reports for all."""
     return data.tiling[rank] if data.copied else data.owned(rank)
 
 

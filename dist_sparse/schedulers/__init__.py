@@ -1,10 +1,10 @@
-"""Schedulers of a sparsifier's configuration: a base class for your own, and ready ones: curves
-over a window of steps, and functions of the step.
+"""Schedulers of a sparsifier's configuration: a base class for your own, and ready ones, which are
+curves over a window of steps, and functions of the step.
 
 Between the mask updates of a window ``scheduler.step()`` only counts, and ``sparsifier.step()``
 returns at once. The value at step t is the schedule's value at the latest update not after t, and
-``initial`` before ``begin``. It depends on t alone, so that resuming needs one integer.
-Construction and ``load_state_dict`` check that all ranks have the same plan.
+``initial`` before ``begin``. It depends only on t, so that resuming needs one integer. Construction
+and ``load_state_dict`` check that all ranks have the same plan.
 """
 
 import copy
@@ -42,19 +42,20 @@ _GROWING = (curves.linear, curves.cubic, curves.cosine, curves.exponential)
 
 
 class ReadyDataScheduler(BaseDataScheduler):
-    """Base class of the ready schedulers: a window of mask updates, a value by step alone.
+    """Base class of the ready schedulers: a window of mask updates, and a value that depends only
+    on the step.
 
     Call ``sparsifier.step(); scheduler.step()`` once per training step. One sparsifier may have
-    several, for example one per group of tables: its next step updates masks if any of those that
-    have stepped since its last one has an update.
+    several, for example one per group of tables: its next step updates masks if any scheduler that
+    has stepped since its last step has an update.
 
-    Schedules between ints have ints, rounded half to even, except for ``sparsity_level``.
+    Schedules between ints give ints, rounded half to even, except for ``sparsity_level``.
 
     Args:
         initial: the value before ``begin``, where curves start.
         begin: the first mask update; steps count from 0, the one of the construction.
         end: the last mask update; None, where a schedule allows it, is never.
-        every: steps between mask updates (``end`` is an update even off that grid).
+        every: steps between mask updates (``end`` is an update even if it is off that grid).
         data_sparsifier: whose configuration is scheduled, as in :class:`BaseDataScheduler`.
         schedule_param: the scheduled key, as there.
         last_epoch: the step to go on from, as there.
@@ -91,7 +92,7 @@ class ReadyDataScheduler(BaseDataScheduler):
         self.end = end
         self.every = every
         self.schedule_param = schedule_param
-        # The base class refuses anything that is no sparsifier.
+        # The base class refuses anything that is not a sparsifier.
         if isinstance(data_sparsifier, BaseDataSparsifier):
             self._check_plan_everywhere(data_sparsifier.data_groups)
         super().__init__(data_sparsifier, schedule_param, last_epoch, verbose)
@@ -226,7 +227,7 @@ class CurveDataScheduler(ReadyDataScheduler):
     """A curve from ``initial`` to ``final``. The six classes named after curves are this one.
 
     Args:
-        curve: a pure function of :mod:`dist_sparse.schedulers.curves`, or one of your own: ``curve(
+        curve: a pure function from :mod:`dist_sparse.schedulers.curves`, or your own: ``curve(
             step, initial, final, begin, end) -> value``, the same on every rank. Not saved in the
             state. None is the curve that the class is named after.
         final: the value at ``end`` and after, required: for all data, or a mapping from names or
@@ -462,7 +463,7 @@ class LambdaDataScheduler(ReadyDataScheduler):
         return self._agreed_values()
 
     def _agreed_values(self) -> Mapping[str, Any]:
-        # Functions may have other values on other ranks: those of rank 0 are used.
+        # Functions may have other values on other ranks: rank 0's values are used.
         return BaseDataScheduler._agreed_values(self)
 
     def _value(self, name: str, step: int | None, given: Any) -> Any:

@@ -18,7 +18,7 @@ from dist_sparse.messages import ranks_text
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 
-# Subject of the error if a value is no JSON.
+# Subject of the error if a value is not JSON.
 _VALUES = "the values of get_schedule_param()"
 
 
@@ -110,7 +110,7 @@ class BaseDataScheduler:
 
         Defined by subclasses. Called on every rank; the values of rank 0 are used. Values are None,
         bools, numbers (0-D tensors and NumPy scalars are converted to Python's), strings, or lists
-        and tuples of those.
+        and tuples of these.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define get_schedule_param(): a mapping from name to value."
@@ -271,8 +271,9 @@ class BaseDataScheduler:
         param = self.schedule_param
         self._last_param = {name: config.get(param) for name, config in groups.items()}
         self._record().stepped = sparsifier.step_count
-        # One update of any scheduler is enough. Only those that have stepped since the sparsifier
-        # did count: one that its user no longer steps would otherwise answer the same for good.
+        # One update of any scheduler is enough. Only schedulers that have stepped since the
+        # sparsifier did count: one that its user no longer steps would otherwise give the same
+        # answer forever.
         sparsifier.enable_mask_update = any(
             scheduler._updates_masks()
             for scheduler, record in list(sparsifier.masks.schedulers.items())

@@ -2,7 +2,7 @@
 
 Pure functions: no state, no tensors, the same value for the same arguments on every rank and after
 every restart. Before ``begin`` a curve is exactly ``initial``, from ``end`` on exactly ``final``,
-in between it never leaves the interval of the two.
+in between it never leaves the interval between the two.
 """
 
 import math

@@ -5,7 +5,7 @@
   as a path.
 - A folder appears complete or not at all: it is written under a temporary name beside its final
   one, and renamed once everything is on disk. The manifest is the last file, so a killed export
-  leaves a folder that is no artifact.
+  leaves a folder that is not an artifact.
 - Every byte is covered: the manifest and each tensor have checksums, and the header of
   ``tables.safetensors`` follows from the manifest. All of it is verified before it is served.
 """
@@ -98,7 +98,8 @@ class Opened(Generic[AnyManifest]):
         return self
 
     def verify_table(self, name: str, *, rows: bool = True) -> None:
-        """Verify every byte of a table, or with ``rows=False`` of its tensors that are no rows."""
+        """Verify every byte of a table, or with ``rows=False`` only of its tensors that are not
+        rows."""
         file = self.path / TABLES
         table = self.manifest.tables[name]
         tensors = self.tensors(name)
@@ -118,8 +119,8 @@ class Opened(Generic[AnyManifest]):
                 raise ValueError(
                     f"{file} is damaged: the checksum of {name + '.' + key!r} does not fit."
                 )
-            # Checksums protect from damage, not from a crafted artifact: a bitmap with more bits
-            # than there are rows would make lookups read beyond them.
+            # Checksums protect against damage, not against a crafted artifact: a bitmap with more
+            # bits than there are rows would make lookups read beyond them.
             if key == "kept" and not _is_bitmap_of(table, tensor):
                 raise ValueError(
                     f"{file} is refused: {name + '.kept'!r} does not keep the table's rows."
@@ -144,8 +145,8 @@ def open_artifact(
         text: what :func:`manifest_text` has read there.
 
     Raises:
-        ValueError: the folder is no artifact (or delta), unfinished, damaged, or of another
-            version; names the file.
+        ValueError: the folder is not an artifact (or delta), or is unfinished, damaged, or of
+            another version; names the file.
         OSError: a file can't be read.
     """
     folder = Path(path)
@@ -161,7 +162,8 @@ def manifest_text(folder: Path) -> bytes:
     """Return the bytes of the manifest in a folder.
 
     Raises:
-        ValueError: the folder is no artifact or delta, or unfinished, or the file is too large.
+        ValueError: the folder is not an artifact or delta, or is unfinished, or the file is too
+            large.
         OSError: it can't be read.
     """
     file = folder / MANIFEST
@@ -211,7 +213,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         self._file.write(layout.header)
 
     def add(self, table: str, parts: Tensors, ids: Tensor | None = None) -> None:
-        """Write the next rows of a table, or its tensors that are no rows: see :meth:`append`."""
+        """Write the next rows of a table, or its tensors that are not rows: see :meth:`append`."""
         for key, part in parts.items():
             self.append(f"{table}.{key}", part, ids)
 
@@ -250,7 +252,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         Raises:
             ValueError: something is at that name by now.
         """
-        # The manifest is written last: a folder without it is no artifact.
+        # The manifest is written last: a folder without it is not an artifact.
         with open(self.folder / MANIFEST, "xb") as file:
             file.write(manifest.to_text().encode())
             file.flush()
@@ -273,7 +275,7 @@ def folders_of(name: str, value: Any) -> list[Path]:
     artifact and the deltas after it.
 
     Raises:
-        ValueError: something in it is no path; ``name`` is for the message.
+        ValueError: something in it is not a path; ``name`` is for the message.
     """
     is_one = isinstance(value, (str, bytes, os.PathLike)) or not isinstance(value, Iterable)
     return [absolute_path(name, folder) for folder in ([value] if is_one else value)]
@@ -283,7 +285,7 @@ def absolute_path(name: str, value: Any) -> Path:
     """Return the absolute path of an argument: the working directory may change later.
 
     Raises:
-        ValueError: it is no path; ``name`` is for the message.
+        ValueError: it is not a path; ``name`` is for the message.
     """
     # abspath("") would be the working directory.
     if not isinstance(value, (str, os.PathLike)) or value == "":
@@ -322,7 +324,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _open_itself(file: str, flags: int) -> int:
-    """Open a file, and nothing that took its place since it was looked at."""
+    """Open a file, but nothing that took its place since it was looked at."""
     return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -386,7 +388,7 @@ def bytes_of(tables: Mapping[str, Any]) -> int:
 
 
 def _is_bitmap_of(table: Any, words: Tensor) -> bool:
-    """Whether a bitmap has a bit for each kept row, and none behind the last row."""
+    """Whether a bitmap has a bit for each kept row, and none after the last row."""
     beyond = words[-1] & ~_last_word(table.rows)
     return not bool(beyond) and bool(count_bits(words.view(torch.uint8)) == table.kept)
 
@@ -424,9 +426,9 @@ def sum_of_rows(ids: Tensor, rows: Tensor) -> int:
     2**64.
 
     Unlike a CRC, it does not depend on the order of the rows: a delta subtracts the hashes of old
-    rows and adds those of new ones, without reading the rest. A hash is the sum of the row's 32-bit
-    words times 64-bit factors (Lemire and Kaser, "Strongly universal string hashing is fast",
-    2014).
+    rows and adds the hashes of new ones, without reading the rest. A hash is the sum of the row's
+    32-bit words times 64-bit factors (Lemire and Kaser, "Strongly universal string hashing is
+    fast", 2014).
     """
     words, total = words_of(rows), 0
     factors = _factors(words.shape[1] + 1)
@@ -462,7 +464,7 @@ def all_kept(rows: int) -> Tensor:
 
 
 def _last_word(rows: int) -> Tensor:
-    """Return the last word of a bitmap that keeps all rows. Its bits behind the last row are 0."""
+    """Return the last word of a bitmap that keeps all rows. Its bits after the last row are 0."""
     first = 32 * max(0, (rows - 1) // 32)
     return torch.tensor((1 << rows - first) - 1).int()
 
@@ -475,7 +477,7 @@ def ids_in(words: Tensor, rows: int, first: int) -> Tensor:
 
 def ids_of(words: Tensor, rows: int, default_row: bool = False) -> Iterator[Tensor]:
     """Yield the ids of the stored rows, a few at a time: int64, ascending. The default row counts
-    as the row of the id behind the last one."""
+    as the row of the id after the last one."""
     for first in range(0, rows, SPAN):
         yield ids_in(words, rows, first)
     if default_row:
@@ -483,8 +485,8 @@ def ids_of(words: Tensor, rows: int, default_row: bool = False) -> Iterator[Tens
 
 
 def rows_of(index: RowIndex, ids: Tensor) -> Tensor:
-    """Return the row of each id: int64. An id without a row of its own has :data:`REMOVED`, and the
-    id behind the last one has the default row, as in :func:`ids_of`."""
+    """Return the row of each id: int64. An id without its own row has :data:`REMOVED`, and the id
+    after the last one has the default row, as in :func:`ids_of`."""
     rows: Tensor = index(ids)
     # The index returns the default row for removed ids.
     rows = torch.where(rows == index.num_kept, REMOVED, rows)

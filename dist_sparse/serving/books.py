@@ -19,8 +19,8 @@ LARGEST_HALF = torch.finfo(torch.float16).max
 # row.
 LEAST_ROWS = 20_000
 
-# An entry of 1, 2 or 4 weights viewed as one number of that size: gathering numbers takes half of
-# the time of gathering rows.
+# An entry of 1, 2 or 4 weights viewed as one number of that size: gathering numbers takes half the
+# time of gathering rows.
 _ENTRY_DTYPES = {1: torch.int32, 2: torch.int64, 4: torch.complex128}
 
 
@@ -43,7 +43,7 @@ def gather_entries(places: Tensor, entries: Tensor) -> Tensor:
     Args:
         places: rows of ``entries``, int32 or int64, ``(n, groups)``.
         entries: float32 ``(entries, width)``, contiguous. Books are converted before they are
-            gathered: to convert the result would allocate its size twice.
+            gathered: converting the result would allocate its size twice.
     """
     groups, width = places.shape[1], entries.shape[1]
     numbers = entries.view(_ENTRY_DTYPES.get(width, torch.float32)).squeeze(1)

@@ -52,8 +52,8 @@ class MappedTable:
     Attributes:
         entry: its entry in the manifest, after the last delta.
         index: the index of its rows, after the last delta.
-        whole: its tensors that are no rows, and not ``kept``, after the last delta.
-        base_rows: the rows of the artifact alone: ``rows``, and ``scale_bias`` of grids of rows.
+        whole: its tensors that are neither rows nor ``kept``, after the last delta.
+        base_rows: the rows of the artifact alone: ``rows``, and ``scale_bias`` for grids per row.
 
     Raises:
         ValueError: a delta does not fit the rows; names its folder.
@@ -88,7 +88,7 @@ class MappedTable:
         for layer in reversed(self._layers):
             wanted = ids[left].int()
             at = torch.searchsorted(layer["ids"], wanted)
-            # searchsorted() returns the length for ids behind the last one: the padding there
+            # searchsorted() returns the length for ids after the last one: the padding there
             # matches no id.
             is_here = F.pad(layer["ids"], (0, 1), value=-1)[at] == wanted
             _copy_rows(out, left[is_here], layer, at[is_here])
@@ -97,7 +97,7 @@ class MappedTable:
         return out
 
     def others(self) -> Tensors:
-        """Return the tensors that are no rows, ``kept`` included."""
+        """Return the tensors that are not rows, including ``kept``."""
         kept = {"kept": self.index.words} if self.entry.kept < self.entry.rows else {}
         return {**kept, **self.whole}
 
@@ -225,7 +225,7 @@ class Deltas:
     """Opens deltas for the collections of one load: the first one that applies a delta reads and
     verifies it, and the others get the same tensors.
 
-    Which delta is in a folder is read each time. The last delta is kept in memory until each
+    Each call reads which delta is in the folder. The last delta is kept in memory until each
     collection has got it, or another delta is opened.
 
     Args:
@@ -268,7 +268,7 @@ class Deltas:
                 opened.read().verify()
                 self._text, self._left = text, self._collections
             else:
-                # The hash is that of the artifact that the first collection compared.
+                # The hash belongs to the artifact that the first collection compared.
                 refuse_unordered(opened, before, base)
             self._left -= 1
             self._last = opened if self._left else None
@@ -282,8 +282,8 @@ def open_chain(base: StrPath, *deltas: StrPath, verify: bool = True) -> Chain:
         verify: as in :func:`open_artifact`; the order is always verified.
 
     Raises:
-        ValueError: a folder is no artifact or no delta, is damaged, or of another version; a delta
-            is out of order, or of another base. Names the file.
+        ValueError: a folder is not an artifact or not a delta, is damaged, or of another version; a
+            delta is out of order, or of another base. Names the file.
         OSError: a file can't be read.
     """
     chain = Chain(open_artifact(base, verify=verify))
@@ -371,7 +371,7 @@ def _find_invalid_rows(stored: Tensors, entry: Table) -> Tensor:
     return is_invalid
 
 
-# Rows are stored in the order of their ids, so all rows behind an added or removed one move.
+# Rows are stored in the order of their ids, so all rows after an added or removed one move.
 
 
 def move_rows(stored: Tensors, before: RowIndex, after: RowIndex, new: Tensors) -> None:
@@ -406,8 +406,8 @@ def move_rows(stored: Tensors, before: RowIndex, after: RowIndex, new: Tensors) 
 def move_some(
     stored: Tensors, before: RowIndex, after: RowIndex, ids: Tensor, direction: int
 ) -> None:
-    """Move the rows of those ids that move to lower places, if ``direction`` is negative, or else
-    to higher ones."""
+    """Move the rows of the ids that move to lower places if ``direction`` is negative, or else to
+    higher ones."""
     source, target = rows_of(before, ids), rows_of(after, ids)
     moves = (target - source) * direction > 0
     source, target = source[moves], target[moves]

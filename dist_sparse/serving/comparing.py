@@ -1,4 +1,4 @@
-"""Writing a delta: rows are compared with those of an artifact and its deltas.
+"""Writing a delta: rows are compared with the rows of an artifact and its deltas.
 
 ``export()`` passes the same tensors in the same order as for an artifact.
 """
@@ -43,8 +43,8 @@ class ComparingWriter(ArtifactWriter):
         path: the final name.
         manifest: the manifest of the artifact after the delta, without checksums.
         chain: the artifact and the deltas that the delta follows.
-        sources: the tables, by name. If writes to a table were recorded, only written rows of the
-            chain are read, so no rows are verified; its bitmaps and ids are.
+        sources: the tables, by name. If writes to a table were recorded, only the chain's written
+            rows are read. So rows are not verified, but bitmaps and ids are.
     """
 
     def __init__(self, path: Path, manifest: Manifest, chain: Chain, sources: ServedTables) -> None:
@@ -57,7 +57,7 @@ class ComparingWriter(ArtifactWriter):
         self._tables: dict[str, _Changes] = {}
 
     def add(self, table: str, parts: Tensors, ids: Tensor | None = None) -> None:
-        """Compare the next rows of a table. Its tensors that are no rows come first, without
+        """Compare the next rows of a table. Its tensors that are not rows come first, without
         ``ids``."""
         if ids is not None:
             self._tables[table].add(ids, parts)
@@ -89,7 +89,7 @@ class _Changes:
     Args:
         before: the table before the delta.
         after: the manifest's entry after the delta, without checksums.
-        whole: the tensors after the delta that are no rows, ``kept`` included.
+        whole: the tensors after the delta that are not rows, including ``kept``.
         folder: where temporary files are written.
     """
 
@@ -108,8 +108,8 @@ class _Changes:
         self._ids = [torch.empty(0, dtype=torch.int32)]
         self._spools, self._sums = {}, {}
         for key in before.gather(self._removed[:0]):
-            # The file stays open until the delta is written; a small one is none yet, since there
-            # may be more tables than a process may open files.
+            # The file stays open until the delta is written. As long as it is small it is not a
+            # file on disk yet, because there may be more tables than a process may open files.
             self._spools[key] = tempfile.SpooledTemporaryFile(1 << 16, dir=str(folder))  # noqa: SIM115
             self._sums[key] = int(before.entry.checksums[key], 16)
         # The checksum is a sum over rows, so unchanged rows need not be read: removed rows are

@@ -25,7 +25,7 @@ class Encoding(NamedTuple):
     """How rows of a dtype are stored.
 
     Args:
-        bits: the bits of a weight; for ``"codes"`` those of a group of columns.
+        bits: the bits of a weight; for ``"codes"``, the bits of a group of columns.
         stored: the dtype of the tensor of rows; two 4-bit codes share a byte.
         largest: the largest magnitude of a weight.
     """
@@ -43,7 +43,7 @@ ENCODINGS: dict[str, Encoding] = {
     "fp16": Encoding(16, torch.float16, LARGEST_HALF),
     "int8": Encoding(8, torch.uint8, _LARGEST_ON_GRID),
     "int4": Encoding(4, torch.uint8, _LARGEST_ON_GRID),
-    # Codes have no limit of their own: books are clamped to float16 when they are learned.
+    # Codes have no limit themselves: books are clamped to float16 when they are learned.
     "codes": Encoding(8, torch.uint8, _LARGEST_FLOAT),
 }
 

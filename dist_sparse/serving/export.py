@@ -75,8 +75,8 @@ class Exported:
 
     Attributes:
         path: the folder.
-        manifest: the manifest of the artifact, or for a delta of the artifact after it. One of its
-            numbers is ``manifest.tables["user"].bytes.after``.
+        manifest: the manifest of the artifact, or for a delta of the artifact after it. It holds
+            numbers such as ``manifest.tables["user"].bytes.after``.
         delta: the manifest of the delta, if the folder holds one; otherwise None.
         since: the folders that a delta follows: an artifact and the deltas after it.
     """
@@ -134,14 +134,14 @@ def export(
 
     Rows that are removed whole are not stored; a bitmap records their ids. What masks remove within
     a kept row is stored as zeros, so masks finer than rows save no bytes. Tables that were never
-    sparsified are stored whole. Of a table that follows its traffic, ids without a slot are the
-    removed ones, at any moment of training. Every weight is compared with what its written bytes
+    sparsified are stored whole. In a table that follows its traffic, the removed ids are the ids
+    without a slot, at any moment of training. Every weight is compared with what its written bytes
     decode to, and the files are read back before the folder gets its name.
 
-    The manifest records whether training read the weights of a batch: a sharded collection that is
-    not weighted does if there are some. The served module does the same, or refuses the batch. It
-    also refuses batches whose sizes differ by feature, or with inverse indices, which the model
-    does not show here.
+    The manifest records whether training read the weights of a batch. A sharded collection that is
+    not weighted reads them if there are any. The served module does the same, or refuses the batch.
+    It also refuses batches whose sizes differ by feature, and batches with inverse indices: the
+    model does not show these here.
 
     No rank holds more of a table than its own shards and a few chunks of 8 MiB. The model is not
     changed, except that removed weights are zeroed by an attached enforcer.
@@ -149,31 +149,32 @@ def export(
     Args:
         model: as it was sparsified, or compacted: a DistributedModelParallel, a DDP module or any
             module.
-        sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model whose
-            removed rows :func:`~dist_sparse.compact` took out, or that has none. What
-            :func:`~dist_sparse.extras.codes.quantize` returned has its tables stored as codes.
+        sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model
+            without removed rows, or whose removed rows :func:`~dist_sparse.compact` took out. If it
+            is what :func:`~dist_sparse.extras.codes.quantize` returned, its tables are stored as
+            codes.
         path: the new folder, whose missing parents are made; the same on every rank. Only rank 0
             writes to it.
-        dtype: how weights are stored. ``"fp32"`` serves them bit for bit (of float64 the nearest
+        dtype: how weights are stored. ``"fp32"`` serves them bit for bit (for float64, the nearest
             float32), ``"fp16"`` the nearest float16, ``"int8"`` and ``"int4"`` the nearest point of
-            each row's grid, which holds 0. Tables with codes serve bit for bit what lookups return,
-            and ``dtype`` is that of the others; of ``"codes"`` it is ``"fp32"``.
-        scale: ``"column"`` (``"int4"`` only) gives each column a grid for the whole table, in the
-            place of 4 bytes in every row: at 12 bytes a row 24 columns instead of 16. Tables are
+            each row's grid, which holds 0. Tables with codes serve bit for bit what lookups return.
+            ``dtype`` applies to the other tables; with ``"codes"`` they are stored as ``"fp32"``.
+        scale: ``"column"`` (``"int4"`` only) gives each column a grid for the whole table, instead
+            of 4 bytes in every row: a row of 12 bytes holds 24 columns instead of 16. Tables are
             streamed once more, to choose the grids with the smallest squared errors; lookups are in
             pure torch, 2 to 4 times slower than FBGEMM's.
         since: the artifact that was published before, or the artifact and its deltas in order, as
-            folders, or what the last :func:`export` returned. The folder then is a delta: the rows
+            folders, or what the last :func:`export` returned. The folder is then a delta: the rows
             whose stored bytes have changed, the ids that came, and the ids that went. It takes
             ``load_served([base, delta])`` to what a whole export would serve, bit for bit. All
-            weights are streamed and compared; if this process wrote the last of these folders, of
-            tables with a fused optimizer on the CPU, only rows that the enforcer has seen written:
-            after writes that torch does not count (through ``.data``, numpy, or a collective on
-            weights) call ``sparsifier.apply_masks()`` first. With ``scale="column"`` a scale that
-            has changed may change the codes of all rows. Only rank 0 reads these folders. Of tables
-            whose written rows were noted, it verifies which ids have rows, and reads the rows that
-            changed without verifying them: damage of rows is found by what loads, checks or merges
-            the chain.
+            weights are streamed and compared, with one exception. If this process wrote the last of
+            these folders, tables with a fused optimizer on the CPU stream only the rows that the
+            enforcer has seen written. So after writes that torch does not count (through ``.data``,
+            numpy, or a collective on weights), call ``sparsifier.apply_masks()`` first. With
+            ``scale="column"`` a scale that has changed may change the codes of all rows. Only rank
+            0 reads these folders. In tables whose written rows were noted, it verifies which ids
+            have rows, but reads the changed rows without verifying them: whatever loads, checks or
+            merges the chain finds damaged rows.
 
     Raises:
         ValueError: something is at ``path``, a table or module can't be served, removed weights are
@@ -210,7 +211,7 @@ def export(
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
         facts["codes"] = coded is not None
         facts["since"] = [str(folder) for folder in before]
-        # If ranks disagreed in these, they would wait for messages that no rank sends.
+        # If ranks disagreed about these, they would wait for messages that no rank sends.
         facts.update({f"table {data.name!r}": _placement(data) for data in located})
         collections, lookups = model_lookups(model, located)
         registered = registered_tables(model, sparsifier, located)
@@ -363,7 +364,7 @@ def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
         yield chunks
     except Exception as fault:
         if failed:
-            # No more messages can follow: jointly() ends those of the other ranks.
+            # No more messages can follow: jointly() ends the messages of the other ranks.
             raise
         error = fault
     # The other ranks are still sending or receiving rows of the table. The rest is received and

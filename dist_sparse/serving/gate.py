@@ -31,7 +31,7 @@ class Gate:
         self.updating = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Gate], tuple[bool]]:
-        # Locks can't be copied or pickled: a copy of a module gets a gate of its own.
+        # Locks can't be copied or pickled: a copy of a module gets its own gate.
         return Gate, (self._is_partial,)
 
     def _refuse_partial(self) -> None:

@@ -31,7 +31,7 @@ _ALIGNMENT = 128
 # A row of 8 or 4 bits begins with its scale and bias, each float16.
 _SCALE_BIAS_BYTES = 4
 
-# Row numbers are int32, and behind the last row is one more of zeros.
+# Row numbers are int32, and the last row is followed by one more row of zeros.
 _MOST_ROWS = 2**31 - 2
 
 
@@ -116,7 +116,7 @@ def weights_rule(collection: Collection, tables: StoredTables) -> WeightsRule:
     """Return what a collection does with weights: what training did, or a refusal."""
     refusal = ""
     was = f"Collection {collection.path!r} takes no weights:"
-    # A torch.nn.EmbeddingBag takes weights of sums, and its entry does not list that.
+    # A torch.nn.EmbeddingBag takes weights if it sums, and its entry does not list that.
     is_read = collection.weighted or collection.kind == "embedding_bag"
     if not is_read:
         refusal = (
@@ -252,7 +252,7 @@ class FbgemmLookup(RowLookup):
 class LibtorchLookup(RowLookup):
     """Lookups in pure torch: without FBGEMM, and for tables that its operator does not support.
 
-    Sums of float32 rows equal those of ``torch.nn.EmbeddingBag``.
+    Sums of float32 rows equal the sums of ``torch.nn.EmbeddingBag``.
     """
 
     def __init__(self, tables: StoredTables, features: Sequence[str]) -> None:
@@ -285,8 +285,8 @@ class LibtorchLookup(RowLookup):
 
 
 class _Group(nn.Module):
-    """Tables of one width in one tensor, with a row of zeros behind the last one, which removed ids
-    and ids of tables in other groups read. In books, the bytes 0 decode to zeros.
+    """Tables of one width in one tensor. The last row is followed by a row of zeros, which removed
+    ids and ids of tables in other groups read. In books, the bytes 0 decode to zeros.
 
     Args:
         tables: the tables, by name.
@@ -321,7 +321,7 @@ class _Group(nn.Module):
         self.register_buffer("books", None)
         if not one.has_books:
             return
-        # The books of all tables one after the other, and where the entries of each group of
+        # The books of all tables, one after the other, and where the entries of each group of
         # columns and of each table start.
         books: list[Any] = [books_of(tables[name].whole) for name in members]
         size = books[0].shape[0] * ENTRIES
@@ -400,8 +400,8 @@ def to_fbgemm(collection: Collection, tables: StoredTables) -> nn.Module:
             f"Collection {collection.path!r} has sums and means, and FBGEMM's module pools in one"
             " way: use to_torchrec()."
         )
-    # FBGEMM's remap uses the number of a table where it needs that of a feature: if a table has two
-    # features, lookups return wrong rows. So each feature has a copy of its table.
+    # FBGEMM's remap uses the number of a table where it needs the number of a feature: if a table
+    # has two features, lookups return wrong rows. So each feature has a copy of its table.
     stored = []
     for number, name in enumerate(collection.looked_up):
         index = tables[name].index
@@ -429,9 +429,9 @@ def to_torchrec(
         keys[name].append(key)
     stored = []
     for name in collection.tables:
-        # Removed ids and ids out of range read a row of zeros behind the last one.
+        # Removed ids and ids out of range read a row of zeros after the last one.
         rows = _stored_rows(tables[name], name, keys[name], zeros=1)
-        # TorchRec reads the scale and bias behind a row as float16.
+        # TorchRec reads the scale and bias after a row as float16.
         if rows.rows.shape[1] % 2:
             raise ValueError(
                 f"Table {name!r}: to_torchrec() needs rows of an even number of bytes."
@@ -476,7 +476,7 @@ class QuantizedCollection(nn.Module):
         of range, count as zeros.
 
         Raises:
-            ValueError: as of :meth:`dist_sparse.serving.served.Served.forward`.
+            ValueError: as in :meth:`dist_sparse.serving.served.Served.forward`.
         """
         from dist_sparse.torchrec import port
 
@@ -493,7 +493,7 @@ class QuantizedCollection(nn.Module):
 
 
 def _stored_rows(table: StoredTable, name: str, features: Sequence[str], zeros: int = 0) -> Any:
-    """Return a copy of a table in FBGEMM's format, with some rows of zeros behind the last one."""
+    """Return a copy of a table in FBGEMM's format, with some rows of zeros after the last one."""
     from dist_sparse.torchrec.kernels import StoredRows
 
     entry = table.entry
@@ -504,7 +504,9 @@ def _stored_rows(table: StoredTable, name: str, features: Sequence[str], zeros: 
             " or serve it by dist_sparse."
         )
     if dtype == "int4" and entry.dim % 2:
-        raise ValueError(f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even.")
+        raise ValueError(
+            f"Table {name!r} has {entry.dim} columns: in 4 bits their number must be even."
+        )
     rows = {key: part.cpu() for key, part in table.rows.items()}
     if table.has_books:
         rows = {"rows": decode({**table.whole, **rows}, entry.dim).half()}

@@ -1,5 +1,5 @@
-"""The manifests of artifacts and deltas. An artifact's lists its tables and the collections that
-look them up, a delta's what leads from one artifact to the next.
+"""The manifests of artifacts and deltas. An artifact's manifest lists its tables and the
+collections that look them up; a delta's manifest lists what leads from one artifact to the next.
 
 The layout of the file of tables follows from the manifest: names, dtypes, shapes and order of its
 tensors. The text is canonical and holds its own CRC32: it is read exactly as written, or refused.
@@ -33,8 +33,8 @@ Scale = Literal["row", "column"]
 TensorType = tuple[torch.dtype, tuple[int, ...]]
 Layout = Mapping[str, TensorType]
 
-# Tensors with an entry for each stored row. A delta contains only changed rows of these, and all
-# of any other tensor that has changed.
+# Tensors with an entry for each stored row. A delta contains only the changed rows of these
+# tensors, and all of any other tensor that has changed.
 PER_ROW = frozenset({"rows", "scale_bias"})
 
 _MOST_COLUMNS = 1 << 16
@@ -86,7 +86,7 @@ class Collection:
 
 @dataclass(frozen=True, kw_only=True)
 class TableBytes:
-    """Bytes of a table: of the dense table, of the exported table, and of its parts that are no
+    """Bytes of a table: of the dense table, of the exported table, and of the parts that are not
     weights.
 
     Args:
@@ -119,7 +119,7 @@ class Table:
         scale: whether each row or each column has a grid, for 8 and 4 bits.
         groups: the number of codes of a row, each for ``dim / groups`` columns; None unless
             ``dtype`` is ``"codes"``.
-        default_row: whether removed ids share a row, stored behind the kept ones.
+        default_row: whether removed ids share a row, stored after the kept ones.
         turned: columns of its outputs, if they are rotated back from ``dim`` columns; otherwise
             None.
         before: bytes of the dense table, in the dtype that it was trained in.
@@ -338,8 +338,9 @@ def summary(manifest: Manifest) -> str:
 # The folder of a delta has the files of an artifact. `tables.safetensors` holds, for each table,
 # changed and added rows with their ids, and removed ids (tombstones). `manifest.json` has the hash
 # of the manifest of the artifact that the delta follows, and the whole manifest of the artifact
-# that it leads to. The checksums there are those of a full export: a chain of deltas must add up to
-# them, and an artifact that was merged from a chain has the hash that the next delta expects.
+# that it leads to. The checksums there are the checksums of a full export: a chain of deltas must
+# add up to them, and an artifact that was merged from a chain has the hash that the next delta
+# expects.
 
 _DELTA_FORMAT = "dist_sparse.serving.delta"
 _DELTA_VERSION = 3
@@ -354,7 +355,7 @@ class TableDelta:
         rows: the number of rows in the delta: changed rows, and rows of added ids.
         came: the number of added ids.
         gone: the number of removed ids.
-        whole: names of the changed tensors that are no rows, such as ``scales``.
+        whole: names of the changed tensors that are not rows, such as ``scales``.
         checksums: CRC32s of the delta's tensors, named as in :meth:`layout`.
     """
 
@@ -366,9 +367,9 @@ class TableDelta:
     checksums: Mapping[str, str] = field(default_factory=dict)
 
     def layout(self) -> Layout:
-        """Return dtype and shape of each of its tensors: those of the table, ``ids`` of the rows,
-        and removed ids, ``gone``. Both are ascending. A default row counts as the row of the id
-        behind the last one."""
+        """Return dtype and shape of each of its tensors: the tensors of the table, the ``ids`` of
+        the rows, and the removed ids, ``gone``. Ids ascend in both. A default row counts as the row
+        of the id after the last one."""
         found: dict[str, TensorType] = {
             "ids": (torch.int32, (self.rows,)),
             "gone": (torch.int32, (self.gone,)),
@@ -461,7 +462,8 @@ def refuse_changed(before: Manifest, after: Manifest) -> None:
 
 
 def delta_summary(delta: Delta) -> str:
-    """Return a line with the number of changed rows, and the size beside the whole artifact's."""
+    """Return a line with the number of changed rows, and the size compared with the whole
+    artifact's."""
     tables = delta.tables.values()
     came, gone = sum(table.came for table in tables), sum(table.gone for table in tables)
     changed = sum(table.rows for table in tables) - came

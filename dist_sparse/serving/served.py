@@ -69,8 +69,8 @@ class ServedLookup(nn.Module):
 
     Attributes:
         lookups: counts the looked-up ids of each table. An exported graph counts nothing.
-        removed_lookups: counts those whose rows were removed.
-        unknown_lookups: counts those out of range.
+        removed_lookups: counts the ids whose rows were removed.
+        unknown_lookups: counts the ids out of range.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ServedLookup(nn.Module):
     def _build_index(self, tables: StoredTables) -> RowIndexes:
         names = list(tables)
         return RowIndexes(
-            # If no row was removed, ids are rows.
+            # If no row was removed, ids are row numbers.
             [
                 table.index if table.entry.kept < table.entry.rows else None
                 for table in tables.values()
@@ -206,7 +206,7 @@ class ServedLookup(nn.Module):
     def _read(
         self, ids: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
     ) -> Tensor:
-        """Find the rows of ids, and return them pooled. The other arguments are those of
+        """Find the rows of ids, and return them pooled. The other arguments are the fields of
         :class:`JaggedRows`."""
         check_ids(ids)
         rows, known = self.index(ids, counts)
@@ -260,8 +260,8 @@ class CollectionLookup(ServedLookup):
     """Lookups of several features: values and lengths as in a KeyedJaggedTensor."""
 
     def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return pooled rows, float32 ``(batch, columns of all features)``, or of sequences the row
-        of each id, ``(n, columns)``.
+        """Return pooled rows, float32 ``(batch, columns of all features)``, or for sequences the
+        row of each id, ``(n, columns)``.
 
         Args:
             values: ids, int32 or int64 ``(n,)``, feature after feature.
@@ -287,8 +287,8 @@ class EmbeddingBagLookup(ServedLookup):
         Args:
             ids: int32 or int64 ``(n,)``, bag after bag.
             offsets: int32 or int64 ``(bags,)``, where bags begin, and with ``include_last_offset``
-                where the last ends: at the last id. Of ids behind it, torch's kernels drop some,
-                and divide means by others.
+                where the last bag ends, which must be at the last id. If ids follow it, torch's
+                kernels drop some, and divide means by others.
             weights: floating-point ``(n,)``, a factor for each id.
         """
         weights = self.weights_rule.check(ids, weights)
@@ -386,8 +386,8 @@ class Served(nn.Module):
             self.
 
         Raises:
-            ValueError: ``delta`` is no path; the folder is no delta, is damaged, out of order, or
-                of another base (names it).
+            ValueError: ``delta`` is not a path; the folder is not a delta, is damaged, out of
+                order, or of another base (names it).
             OSError: a file can't be read.
             RuntimeError: an earlier delta was applied in part.
         """
@@ -493,16 +493,16 @@ class Served(nn.Module):
     def to_pt2(self, file: StrPath, weights: bool = False) -> None:
         """Save :attr:`lookup` by ``torch.export``, for ``torch.export.load`` or AOTInductor.
 
-        It takes tensors, like :meth:`forward` called with tensors. The number of ids and of bags
-        may be any when it is called, 0 and 1 included. Where it uses FBGEMM's operator, a C++
-        program must load FBGEMM's library first; ``load_served(path, fbgemm=False)`` gives one that
-        needs libtorch alone.
+        It takes tensors, like :meth:`forward` called with tensors. It can be called with any number
+        of ids and of bags, including 0 and 1. Where it uses FBGEMM's operator, a C++ program must
+        load FBGEMM's library first; ``load_served(path, fbgemm=False)`` gives a lookup that needs
+        only libtorch.
 
         Args:
             file: the new file, which may exist.
             weights: whether it takes weights, float32, where batches may have none. A saved lookup
-                has one number of inputs: without this, it takes ids and lengths or offsets alone.
-                That of a weighted collection takes weights in any case.
+                has a fixed number of inputs: without this, it takes only ids and lengths or
+                offsets. The lookup of a weighted collection takes weights in any case.
 
         Raises:
             ValueError: the artifact was loaded with ``unknown="raise"``; the collection takes no
@@ -552,9 +552,9 @@ class Served(nn.Module):
         """Return a module with TorchRec's quantized ``EmbeddingBagCollection`` over the stored
         rows, behind an index from ids to rows; on the CPU.
 
-        It takes and returns what the collection did, bit for bit as the artifact serves it, but for
-        means of tables with a scale per column or codes: they become float16, and are equal to the
-        last bit.
+        It takes and returns what the collection did. Results are bit for bit what the artifact
+        serves, except for means of tables with a scale per column or codes: these tables become
+        float16, and their means are equal to the last bit.
         ``torchrec.inference.modules.shard_quant_model`` shards tables of 8 and 4 bits; its model
         loads the state of this one.
 
@@ -603,12 +603,12 @@ def load_served(
         path: the folder; or an iterable of the folder and the deltas after it, in order.
         fbgemm: whether lookups use FBGEMM's operator if it is installed. Otherwise they are pure
             torch.
-        unknown: how an id out of the range of its table is served, such as an id that is newer than
+        unknown: how to serve an id out of the range of its table, such as an id that is newer than
             the model. ``"zero"``: like a removed id, as a zero vector that adds nothing to a sum
             and counts in a mean (it never reads the default row). ``"raise"``: a ValueError names
             table, id and rows. In both cases the returned module's ``unknown`` counts them by
             table.
-        count: whether lookups, and those of removed ids, are counted by table: see
+        count: whether lookups, and lookups of removed ids, are counted by table: see
             :meth:`Served.metrics`. This takes up to 16% of the time of a short lookup.
         by_path: return a dictionary from the paths of collections in the model to modules. A model
             with several collections gets it in any case; pass True so that type checkers know.

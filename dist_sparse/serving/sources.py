@@ -117,8 +117,8 @@ def model_lookups(
 
 
 def refuse_lookup(name: str, module: Any) -> None:
-    """Refuse an embedding module of torch that returns something else than stored rows, or their
-    sums or means.
+    """Refuse a torch embedding module that returns anything other than stored rows, or their sums
+    or means.
 
     Raises:
         ValueError: names the table.
@@ -241,12 +241,13 @@ class ServedTable:
 
     def ids(self) -> Tensor:
         """Return the ids of the rows of :meth:`chunks`: int64. The default row counts as the row of
-        the id behind the last one."""
+        the id after the last one."""
         ids = places_of(self.kept & self.changed)
         return F.pad(ids, (0, int(self.lookup.index.default_row)), value=len(self.kept))
 
     def whole(self, planned: Table) -> dict[str, Any]:
-        """Return its tensors that are no rows, of those in the layout of the planned table."""
+        """Return the tensors that are not rows, as far as they are in the layout of the planned
+        table."""
         tensors = {"rotation": self.lookup.rotation, "books": self.books}
         if planned.kept < planned.rows:
             tensors["kept"] = RowIndex.of(self.kept).words
@@ -301,7 +302,7 @@ def registered_tables(
     """Return the sharded tables of a sparsifier as they are stored now, by name. Local.
 
     Raises:
-        ValueError: the sparsifier has tensors that the model has not.
+        ValueError: the sparsifier has tensors that the model does not have.
     """
     tables = {data.name: addresses_of(data) for data in located}
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
@@ -312,13 +313,12 @@ def registered_tables(
         else:
             addresses = [sparsifier.masks.plain.held(name).data_ptr()]
         # Another model may have tables of the same names, so addresses are compared. Data that is
-        # no table may be any parameter.
-        # A table must have its own name.
+        # not a table may be any parameter. A table must have its own name.
         is_other = parameters.issuperset(addresses) and addresses not in tables.values()
         is_same = addresses == tables[name] if name in tables else is_other
         if not is_same:
             raise ValueError(
-                f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}, or is"
+                f"The sparsifier's {name!r} is not one of the model's tables {sorted(tables)}, or"
                 " another tensor: export the whole model that was sparsified."
             )
     return registered
@@ -340,7 +340,7 @@ def served_tables(
     Args:
         registered: what :func:`registered_tables` returned.
     """
-    # A reshard since the last mask update has moved the shards, and not the masks.
+    # A reshard since the last mask update has moved the shards, but not the masks.
     sparsifier.masks.tables.reshard(registered)
     kept = kept_rows(sparsifier, registered)
     tables = {}
@@ -409,7 +409,7 @@ def check_zero(
 
 
 # An attached enforcer records the rows that training writes, so that the next delta streams only
-# these rows. All rows are compared of tables that it does not record: tables without a fused
+# these rows. All rows are compared in tables that it does not record: tables without a fused
 # optimizer, on an accelerator, rotated, compact, or in a batch of tables none of which is
 # sparsified.
 

@@ -61,7 +61,7 @@ class BaseDataSparsifier(MaskUpdater):
         data_groups: name -> its configuration, read at every step.
         state: name -> ``{"mask": the live mask}`` of plain data.
         enable_mask_update: ``step()`` does nothing while False.
-        step_count: calls of ``step()`` so far, also of those that did nothing.
+        step_count: calls of ``step()`` so far, including calls that did nothing.
         masks: all masks, and what is attached. For the rest of the package.
         counts_lookups: whether an enforcer counts lookups of the rows of fused tables; set before
             ``add_model``.
@@ -111,7 +111,7 @@ class BaseDataSparsifier(MaskUpdater):
         """Register ``data`` under ``name``. Never communicates.
 
         The weight itself is held, never a copy. A known name is replaced, with a UserWarning: its
-        configuration stays except for what is passed, its mask stays if ``reuse_mask``.
+        configuration stays except for what is passed, its mask stays if ``reuse_mask`` is given.
 
         Args:
             name: not empty, without dots.
@@ -210,7 +210,7 @@ class BaseDataSparsifier(MaskUpdater):
         """Forget plain data without touching it. Never communicates.
 
         Raises:
-            ValueError: the name is not that of plain data.
+            ValueError: the name does not belong to plain data.
         """
         self._refuse_while_enforced()
         if self._store(name) is not self.masks.plain:
@@ -227,7 +227,7 @@ class BaseDataSparsifier(MaskUpdater):
         return data.weight if type(data) in EMBEDDING_TYPES else data
 
     def get_data(self, name: str, return_original: bool = True) -> Tensor:
-        """Return the registered tensor, or its effective weight if not ``return_original``. Of a
+        """Return the registered tensor, or its effective weight if not ``return_original``. For a
         sharded table: this rank's only shard.
 
         Raises:
@@ -251,8 +251,8 @@ class BaseDataSparsifier(MaskUpdater):
     def get_mask(self, name: str) -> Tensor:
         """Return the mask, 1 = kept, 0 = removed.
 
-        Of plain data it is the live object, whose in-place edits count; of a sharded table this
-        rank's only shard, unpacked (int8); inside :meth:`update_mask` the one being updated.
+        For plain data it is the live object, whose in-place edits count; for a sharded table, this
+        rank's only shard, unpacked (int8); inside :meth:`update_mask`, the one being updated.
 
         Raises:
             ValueError: unknown, or a table with several shards or none on this rank, or with shards
@@ -345,7 +345,7 @@ class BaseDataSparsifier(MaskUpdater):
             return self._in_order(self.masks.audit())
 
     def record(self) -> Recorder:
-        """Return a recorder of what mask updates change in sharded tables, from now on: one a
+        """Return a recorder of what mask updates change in sharded tables, from now on: one per
         sparsifier, made at the first call. Every rank must call it, or none; does not
         communicate."""
         self.masks.recorder = self.masks.recorder or Recorder()
@@ -401,9 +401,9 @@ class BaseDataSparsifier(MaskUpdater):
 
         Plain data is in the ancestor's format. ``sharded`` holds tables: by torch.save this rank's
         bits, to be loaded where the same shards are; by ``dcp.save({"sparse": sparsifier})`` the
-        whole masks, 1 bit a block, to be loaded on any number of ranks and sharding. Local, unless
-        shards have moved since the last step, or eight blocks of a row that share a byte are in
-        different shards: then collective.
+        whole masks, 1 bit per block, to be loaded on any number of ranks and any sharding. Local,
+        unless shards have moved since the last step, or eight blocks of a row that share a byte are
+        in different shards: then collective.
         """
         # Bring masks to their shards, and save weights as a forward would read them.
         self.masks.tables.current()
@@ -470,7 +470,7 @@ class BaseDataSparsifier(MaskUpdater):
                 loaded = packed.prepare(saved["sharded"], located)
             for facts, names in noted:
                 for name in sorted(loaded.keys() & names):
-                    # The state may be of another class of sparsifier, with other keys.
+                    # The state may come from another class of sparsifier, with different keys.
                     if lacking := sorted(set(self.defaults) - set(configs[name])):
                         raise ValueError(
                             f"Error loading {name!r}: its configuration in the state lacks"
@@ -600,8 +600,8 @@ class BaseDataSparsifier(MaskUpdater):
 def _overrides(
     config: Mapping[str, Any], defaults: Mapping[str, Any], located: Sequence[ShardedData]
 ) -> dict[str, dict[str, Any]]:
-    """Return the overrides of each table of a model, whether they were given by glob or for all; of
-    several globs that match, later ones win."""
+    """Return the overrides for each table of a model, whether they were given by glob or for all;
+    if several globs match, later ones win."""
     given: dict[str, dict[str, Any]] = {data.name: {} for data in located}
     # Globs map to mappings. A default may be a mapping too, but its key is known.
     by_glob = all(isinstance(config[key], Mapping) for key in config.keys() - defaults.keys())

@@ -49,8 +49,7 @@ class DenseStore:
     """The plain tensors of one sparsifier, in the order in which they were added.
 
     Attributes:
-        state: name -> ``{"mask": the live mask}`` and other entries of the user's, as in the
-            ancestor.
+        state: name -> ``{"mask": the live mask}`` and the user's own entries, as in the ancestor.
         container: the ancestor's ``_container``.
     """
 
@@ -120,7 +119,7 @@ class DenseStore:
         return self.weight(name) if self.is_masked(name) else self.effective(name)
 
     def effective(self, name: str) -> Tensor:
-        """Return the masked data; of a squashed name the tensor itself."""
+        """Return the masked data; for a squashed name, the tensor itself."""
         effective: Tensor = getattr(self.container, name)
         return effective
 
@@ -264,7 +263,7 @@ def _fill(
         data: Any = tensors.get(name, tensors.get(f"{prefix}original"))
         for part, value in (("config", config), ("data", data), ("mask", entry.get("mask"))):
             if value is None:
-                raise RuntimeError(f"Error loading {name!r}: the state has no {part} of it.")
+                raise RuntimeError(f"Error loading {name!r}: the state has no {part} for it.")
         data = data.detach().clone()
         mask = entry["mask"]
         # The ancestor's `DataNormSparsifier` may have dropped or added dimensions of size 1, which

@@ -1,7 +1,7 @@
 """Scores by traffic: how often a row is looked up, and how large its gradients were.
 
-Each score is of an element, so it works with every block and sharding: an element gets the Adagrad
-sum or the lookup count of its row. Blocks are compared by the mean over their elements.
+Each score belongs to an element, so it works with every block and sharding: an element gets the
+Adagrad sum or the lookup count of its row. Blocks are compared by the mean over their elements.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,8 +50,8 @@ class ImportanceSparsifier(DataNormSparsifier):
 
     ``G`` is read from the optimizer: FBGEMM's (row-wise) Adagrad, TorchRec's ``RowWiseAdagrad``, or
     torch's Adagrad, minus its initial value. Rows that no batch has touched have zero ``G`` and
-    zero lookups, so they are removed first (with ``"norm_accumulator"``, those with the smallest
-    norm), which changes no prediction on ids seen in training. A row-wise optimizer keeps one
+    zero lookups, so they are removed first (with ``"norm_accumulator"``, the ones with the smallest
+    norm first), which changes no prediction on ids seen in training. A row-wise optimizer keeps one
     number for a row of a shard: a table cut by columns has several numbers per row, each for its
     own columns.
 
@@ -59,8 +59,8 @@ class ImportanceSparsifier(DataNormSparsifier):
     optimizers and sees the ids. Lookups are counted in backward passes of fused tables, repeats
     included, from ``attach()`` on: an int32 per row, up to 2**30, kept with its shard and saved in
     ``state_dict()``. Tables whose sharder has ``use_index_dedup=True`` are refused, because it
-    merges repeats before they can be counted; of a batch with inverse indices, the ids that it
-    stores are counted, not the samples that share them.
+    merges repeats before they can be counted; in a batch with inverse indices, the stored ids are
+    counted, not the samples that share them.
 
     Scores are float32: rows with more than 2**24 lookups may tie although their counts differ, and
     then the smaller row index is removed first. Lookups of removed rows are counted, and these rows
@@ -73,10 +73,10 @@ class ImportanceSparsifier(DataNormSparsifier):
         score: the score of an element, from the table above.
         norm: ``"L1"`` or ``"L2"``, for the score ``"norm"``; the others require ``"L2"``.
         decay: after each mask update, counts are multiplied by it, so that old traffic counts less:
-            counts are float64 then, 8 bytes per row. At 1, all traffic since ``attach()`` counts
+            counts are then float64, 8 bytes per row. At 1, all traffic since ``attach()`` counts
             equally, and counts are left as they are. Fixed once a table is registered.
         scope: see the attributes of :class:`~dist_sparse.extend.ScoreSparsifier`.
-        floors: see there too.
+        floors: see there.
 
     Attributes:
         scored_by: the score; may be replaced between mask updates, on all ranks, except by
@@ -134,7 +134,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         self._totals: dict[str, list[RowTotals]] = {}
         # The tables whose totals are 1 for rows that were read.
         self._flagged: set[str] = set()
-        # What optimizers know of touched rows, by the address of the weights; likewise.
+        # What optimizers know about touched rows, by the address of the weights; likewise.
         self._known: Mapping[int, Known] | None = None
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
@@ -142,7 +142,7 @@ class ImportanceSparsifier(DataNormSparsifier):
     # A class attribute of the base class. Here it depends on the score, which may be replaced.
     def trains_removed(self) -> bool:  # type: ignore[override]
         """Whether gradients of removed rows change their score. With the other scores, removed rows
-        score 0, or by their lookups."""
+        score 0, or score by their lookups."""
         return self.scored_by == "accumulator"
 
     @property
@@ -177,13 +177,14 @@ class ImportanceSparsifier(DataNormSparsifier):
             return super().row_measure(name, shard)
         if self._fast != "norm_accumulator":
             # Scores change in rows that no backward has written: decay changes the counts of all
-            # rows, a reset the sums of removed ones.
+            # rows, and a reset changes the sums of removed ones.
             return None
         totals = self._totals_at(name, shard.rect[:2])
         # A fused backward writes sums in the rows whose weights it writes, without a new version.
         # torch counts all other writes, such as a load.
         version = totals.total.data_ptr(), totals.total._version, totals.initial
-        # copy=True: squares_times() overwrites its arguments, and double() of float64 is no copy.
+        # copy=True: squares_times() overwrites its arguments, and double() of float64 does not
+        # copy.
         return lambda data, rows: squares_times(
             data.to(torch.float64, copy=True), totals.of_rows(rows)
         ), version
@@ -287,16 +288,16 @@ class ImportanceSparsifier(DataNormSparsifier):
                     self.decay < 1
                 ),
                 f"{level} can't tell the rows of copies that are trained apart.": data.copied,
-                f"{level} is of each table by itself: scope='global' moves it.": (
+                f"{level} applies to each table by itself: scope='global' moves it.": (
                     self.scope == "global"
                 ),
             }
         )
 
     def unknown_tables(self, located: Located) -> list[str]:
-        """Return the tables of ``located`` whose score needs Adagrad's sums, and that no Adagrad
-        steps on this rank, or for the level ``"untouched"`` no other optimizer that knows the rows
-        that it has touched. Local."""
+        """Return the tables of ``located`` whose score needs Adagrad's sums but that no Adagrad
+        steps on this rank. For the level ``"untouched"``, any optimizer that knows the rows that it
+        has touched will do. Local."""
         if self.scored_by in ("norm", "frequency"):
             # These scores need no sums.
             return []

@@ -137,7 +137,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a mask update and record it. If it fails there is no record."""
+        """Measure a mask update and record it. If it fails, nothing is recorded."""
         started, before = time.perf_counter(), traffic()
         yield
         # traffic() counts all collectives of this thread. Here only the mask update sends any.
@@ -306,8 +306,8 @@ class Masks:
         self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def forget_update(self) -> None:
-        """Release what is kept of the last mask update: masks or weights are replaced otherwise, so
-        that it can't be undone. Local."""
+        """Release what is kept of the last mask update: masks or weights are being replaced in
+        another way, so it can't be undone. Local."""
         if self.undo is not None:
             self.undo.forget()
 
@@ -332,7 +332,7 @@ class Masks:
         self, located: Located, count: Callable[[_MasksHere], list[int]]
     ) -> dict[str, tuple[_MasksHere, list[int]]]:
         """Return the masks of every name on this rank, and the sums over all ranks of what
-        ``count`` returns for them. Collective: one all-reduce a group."""
+        ``count`` returns for them. Collective: one all-reduce per group."""
         here = self.held(located)
         sums = self.tables.summed({name: count(one) for name, one in here.items()})
         return {name: (one, sums[name]) for name, one in here.items()}
@@ -394,7 +394,7 @@ class Masks:
         packed, enforced = self.tables, self.enforcer is not None
         located = packed.current_for("audit()")
         with packed.agreeing("audit()"):
-            # Dirty rows would be zeroed before the next forward: they are no errors.
+            # Dirty rows would be zeroed before the next forward: they are not errors.
             self.hooks.settle()
         refusal = "Masks differ between their holders."
         packed.compare_holders("audit()", located, packed.snapshot(), refusal)

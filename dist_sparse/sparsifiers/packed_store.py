@@ -242,9 +242,9 @@ class PackedStore:
             yield call
 
     def summed(self, values: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-        """Return the sums of integers of tables over their ranks, modulo 2**64; those of plain data
-        as they are. Collective: one all-reduce for each group with a table among ``values``, the
-        same tables on every rank."""
+        """Return the sums of integers of tables over their ranks, modulo 2**64; integers of plain
+        data as they are. Collective: one all-reduce for each group with a table among ``values``,
+        the same tables on every rank."""
         sums = {name: list(value) for name, value in values.items()}
         for group, names in self.over_groups(values):
             # Hashes are unsigned 64-bit integers; collectives sum int64.
@@ -409,7 +409,7 @@ class PackedStore:
 
     def reshard(self, located: Located) -> None:
         """Bring the bits of moved tables to their new holders. Collective over the groups of moved
-        tables: one all-to-all each. Bits whose shard is on another device now are copied there,
+        tables: one all-to-all each. Bits whose shard is now on another device are copied there,
         which is local."""
         if moved := self.moved(located):
             self._take(moved, located)
@@ -585,7 +585,7 @@ class PackedStore:
         entries = pieces.tables_of(saved)
         if entries.keys() != self._tables.keys():
             raise ValueError(
-                f"The registered tables {sorted(self.names)} are not those of the state,"
+                f"The registered tables {sorted(self.names)} are not the tables of the state,"
                 f" {sorted(entries)}: register the same ones first."
             )
         masks = pieces.mapping_of(saved, "masks")
@@ -603,7 +603,7 @@ class PackedStore:
     def load(self, loaded: Mapping[str, TableMasks]) -> None:
         """Put what :meth:`prepare` or :meth:`snapshot` has returned in place."""
         for name, table in loaded.items():
-            # Copies, because the sampled lookups cached in the originals are of other masks.
+            # Copies, because the sampled lookups cached in the originals belong to other masks.
             self._tables[name] = replace(table, shards=list(map(replace, table.shards)))
         self.version += 1
 

@@ -26,8 +26,8 @@ from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, o
 # The rectangles of each rank.
 Tiling = tuple[tuple[Rect, ...], ...]
 
-# Lookups of a row are clamped to this number. Half of the range of int32, so that as many again can
-# be counted before the next clamp.
+# Lookups of a row are clamped to this number. Half of the range of int32, so that the same number
+# can be counted again before the next clamp.
 MOST_COUNTED = 1 << 30
 
 
@@ -42,7 +42,7 @@ def assembled(
     without a piece have no lookups.
 
     Args:
-        counted: dtype of the counts, which the pieces may have in another; None: no counts.
+        counted: dtype of the counts, which may differ in the pieces; None: no counts.
 
     Raises:
         ValueError: the pieces leave a block uncovered, or differ where they overlap.
@@ -240,7 +240,7 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     tables = from_json("the tables of the state", saved.get("tables", "{}"))
     for name, entry in tables.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
-            raise ValueError(f"Table {name!r}: the state has no configuration of it.")
+            raise ValueError(f"Table {name!r}: the state has no configuration for it.")
         # Refused, because a newer release may give the other keys another meaning.
         if unknown := sorted(set(entry) - {"shape", "block", "updates", "removed", "config"}):
             raise ValueError(
@@ -279,7 +279,7 @@ def saved_pieces(
         ValueError, LookupError, TypeError, AttributeError: they are malformed, or were changed
             since they were saved.
     """
-    saved = _chunked(masks, "the state has no mask of it.")
+    saved = _chunked(masks, "the state has no mask for it.")
     if saved.loaded is not None and block != registered:
         raise ValueError(
             f"its masks were saved by blocks {block}, not {registered}: register it with the"
@@ -293,7 +293,7 @@ def saved_pieces(
             mask = BlockMask(rect, block, entry["bits"])
             if entry.get("hash") not in (None, f"{hash_tensor(mask.bits):016x}"):
                 raise ValueError(
-                    f"The bits of {rect} are not those that were saved: their hash differs."
+                    f"The bits of {rect} are not the ones that were saved: their hash differs."
                 )
         else:
             mask = BlockMask(rect, block, _bits_of(rect, block, saved.loaded[i]))
@@ -310,7 +310,7 @@ def _chunked(saved: object, missing: str) -> ChunkedTensor:
 def _with_counts(pieces: Sequence[Held], saved: object) -> list[Held]:
     """Return pieces with their lookup counts, which have the same order and may have any counted
     dtype."""
-    saved = _chunked(saved, "the state has no counts of lookups; it is of another score.")
+    saved = _chunked(saved, "the state has no counts of lookups; it was saved with another score.")
     counts = saved.loaded
     if counts is None:
         counts = [entry["counts"] for entry in saved.kept]
@@ -404,7 +404,7 @@ def _hashed(tensor: Tensor) -> Tensor:
     the sum. The steps are not linear, so changes that cancel as numbers do not cancel here.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    # Begin with the length. Zeros at the end would not show otherwise.
+    # Begin with the length. Otherwise zeros at the end would not show.
     total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
     step = pieces_on(raw.device).hashed
     for start in range(0, raw.numel(), step):

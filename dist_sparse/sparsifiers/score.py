@@ -190,7 +190,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Return the goals of a mask update, with kept scores where they can be used."""
         if integer("full_every", self.full_every, least=1) == 1:
             return dict(goals)
-        # Starts empty: what is not taken over below is forgotten. Without an enforcer, that is
+        # Starts empty: what is not carried over below is forgotten. Without an enforcer, that is
         # everything.
         before = self._caches
         self._caches = {}
@@ -341,7 +341,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         k = round(level * blocks)
         measure = self.element_measure(data.name, config)
         if data.name in chain(*getattr(self.masks.rotation, "groups", ())):
-            # A rotation sorts the columns by norm, the last ones hold the least.
+            # A rotation sorts the columns by norm, so the last ones hold the least.
             measure = partial(_places, data.shape[1])
         floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)
         # A floor of 0.07 keeps 7 of 100 blocks, although 0.07 * 100 is 7.000000000000001.
@@ -479,8 +479,8 @@ def _check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
         if len(wrong):
             row = rect.row + int(wrong[0]) // kept.scores.bits.shape[1]
             raise ValueError(
-                f"Table {table.goal.data.name!r}: {len(wrong)} kept scores differ from those of the"
-                f" weights, first in row {row}: torch missed a write. apply_masks()"
+                f"Table {table.goal.data.name!r}: {len(wrong)} kept scores differ from the scores"
+                f" of the weights, first in row {row}: torch missed a write. apply_masks()"
                 " scores every row again."
             )
 
@@ -519,6 +519,6 @@ def _shape_of(block: Any) -> Any:
 
 def _area_of(block: Any) -> int | None:
     """Return the number of elements of a block; None where the width of the table decides, or if it
-    is no block (refused when resolved)."""
+    is not a block (refused when resolved)."""
     is_known = isinstance(block, Sequence) and [*map(type, block)] == [int, int]
     return math.prod(block) if is_known else None

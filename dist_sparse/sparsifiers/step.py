@@ -34,7 +34,7 @@ from dist_sparse.tables.shards import (
 # The live masks of plain data, each with a copy of its values before the update.
 PlainMasks = list[tuple[Tensor, Tensor]]
 
-# For each group its facts, which must be equal on all of its ranks, and the names of its tables.
+# For each group, its facts, which must be equal on all of its ranks, and the names of its tables.
 GroupFacts = Sequence[tuple[Facts, list[str]]]
 
 
@@ -267,7 +267,7 @@ def _note_facts(group_facts: GroupFacts, located: Located, sparsifier: MaskUpdat
         facts["the list of moved tables"] = sorted(moved.intersection(names))
         for name in names:
             data = located[name]
-            # Different after an update that ended on some ranks only.
+            # Different after an update that finished on some ranks only.
             updates = masks.tables.table(name).updates
             facts[f"the number of mask updates of table {name!r}"] = updates
             facts[f"the config of table {name!r}"] = sparsifier.data_groups[name]

@@ -1,4 +1,5 @@
-"""Tables whose columns are rotated: which ones together, and their outputs, turned back.
+"""Tables whose columns are rotated: which ones are rotated together, and how their outputs are
+turned back.
 
 The model reads outputs that are turned back as if nothing had been rotated. The basis of a table is
 a buffer of the model's root, so that it is saved and loaded with the weights. It is not in
@@ -51,13 +52,13 @@ def rotation_groups(
     wrong = f"Invalid {argument}={rotate!r}:"
     # An empty group is refused below.
     groups = rotate if isinstance(rotate, (list, tuple)) else [()]
-    # By type: a string in the place of a group would be a group of letters.
+    # By type: a string in place of a group would be a group of letters.
     if not all(isinstance(group, (list, tuple)) and group for group in groups):
         raise ValueError(f'{wrong} must be "table", or groups of names such as [["user", "item"]].')
     named = [*map(str, chain(*groups))]
     unknown = sorted(set(named).difference(known))
     if unknown:
-        raise ValueError(f"{wrong} {unknown} are none of the tables {known}.")
+        raise ValueError(f"{wrong} {unknown} are not among the tables {known}.")
     if len(set(named)) < len(named):
         raise ValueError(f"{wrong} each name must be in one group only.")
     return [list(map(str, group)) for group in groups]
@@ -71,10 +72,10 @@ def turn_back(
     Args:
         root: the model, without wrappers.
         module: looks a table up.
-        outputs: the outputs of a collection that are of the table; None is the only output of any
-            other module.
+        outputs: the table's outputs in a collection; None is the only output of any other module.
         name: of the table.
-        basis: of the table, ``(original columns, columns)``. One that the model has stays.
+        basis: of the table, ``(original columns, columns)``. If the model already has one, it
+            stays.
     """
     if BASIS + name not in root._buffers:
         root.register_buffer(BASIS + name, basis)

@@ -118,13 +118,13 @@ class ChunkedTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Support the operations that copies of a state and DCP's stagers use, and no others."""
+        """Support only the operations that copies of a state and DCP's stagers use."""
         aten = torch.ops.aten
         self = args[0]
         # Views share their chunks, as views of a tensor share its storage.
         if func in (aten.detach.default, aten.alias.default):
             return self._with(self.__dict__)
-        # New memory with the same contents, also for new_empty(): a stager copies into it later.
+        # New memory with the same contents, even for new_empty(): a stager copies into it later.
         if func in (
             aten.clone.default,
             aten._to_copy.default,

@@ -3,9 +3,10 @@ trained: :func:`refuse_trained`.
 
 TorchRec draws the initial values of a table uniformly between two bounds. Such a draw can return
 only 2**24 numbers, on a grid, and float32 has many more between the bounds. A gradient moves a
-weight off the grid, however small it is. So a row of 16 columns that was trained is recognized with
-a probability of 99.99999%, one of 8 columns with 99.97%, even where its values are within the
-bounds. Weights that were stored as bfloat16 or float16 may be on the grid: their last bits tell.
+weight off the grid, however small it is. So a trained row of 16 columns is recognized with a
+probability of 99.99999%, and one of 8 columns with 99.97%, even where its values are within the
+bounds. Weights that were stored as bfloat16 or float16 may be on the grid, but their last bits give
+them away.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _CHUNK = 1 << 18
 # Random bits of a draw of torch's CPU generator.
 _BITS = 24
 
-# Draws of CUDA are on a finer grid, which recognizes 91% of the trained rows of 8 columns. It is
-# used for this many rows or more, and where fewer than a third of them are on the CPU's grid. Of a
-# table that was drawn on a CPU, then, most of these rows were trained: one at least is recognized.
+# CUDA's draws are on a finer grid, which recognizes 91% of the trained rows of 8 columns. It is
+# used for this many rows or more, and where fewer than a third of them are on the CPU's grid. If
+# the table was drawn on a CPU, most of these rows were then trained: at least one is recognized.
 _LEAST_ROWS, _FEW_ON_GRID = 32, 1 / 3
 
 
@@ -40,8 +41,8 @@ _MOST_MISSED = 0.02
 _MISSED_ON_CUDA = 0.74
 
 # The last bits of a float32. They are 0 in all weights of a row that was stored as bfloat16 or
-# float16, and hardly ever in those of a drawn row. The grid alone would not tell: between bounds
-# such as 1/32, as of 1024 rows, it has most 16-bit floats.
+# float16, but hardly ever in all weights of a drawn row. The grid alone would not tell: between
+# bounds such as 1/32, the bounds of a table of 1024 rows, it has most 16-bit floats.
 _COARSE_BITS = 0xFFF
 
 
@@ -62,7 +63,8 @@ class Unread(NamedTuple):
 
 
 def refuse_trained(shards: Iterable[Unread]) -> None:
-    """Refuse to call rows never read that may have been trained before the record began. Local.
+    """Refuse to call rows "never read" if they may have been trained before the record began.
+    Local.
 
     Raises:
         ValueError: names the tables, and what would make it sure.
@@ -101,7 +103,7 @@ def _share_on_grid(low: float, high: float) -> float:
     """Return the probability that a float32 between the bounds is on the grid of a CPU's draws."""
     start, span = _rounded(low, high)
     if span == 0:
-        # All draws are one number.
+        # All draws are the same number.
         return 0.0
     middles = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096 * span + start
     _, exponent = torch.frexp(middles)
@@ -111,7 +113,8 @@ def _share_on_grid(low: float, high: float) -> float:
 
 
 def _rounded(low: float, high: float) -> tuple[float, float]:
-    """Return the lower bound and the distance of both, as torch draws with them: in float32."""
+    """Return the lower bound and the distance between the bounds in float32, as torch draws with
+    them."""
     first, last = torch.tensor([low, high], dtype=torch.float32)
     return float(first), float(last - first)
 
@@ -138,17 +141,17 @@ def trained_text(unread: Unread) -> str | None:
 
 def trained_rows(weights: Tensor, low: float, high: float, among: Tensor | None = None) -> Tensor:
     """Return which rows hold a value that ``torch.nn.init.uniform_(low, high)`` can't have drawn,
-    on a CPU or on CUDA: bool ``(rows,)``. Rows of zeros are not among them, those of 16-bit floats
-    and with NaN are.
+    on a CPU or on CUDA: bool ``(rows,)``. Rows of zeros are not among them; rows of 16-bit floats
+    and rows with NaN are.
 
-    Draws of CUDA are recognized between bounds like -0.1 and 0.1; between others, and of fewer than
-    32 rows, they are taken for trained. Not run on CUDA.
+    CUDA's draws are recognized between bounds like -0.1 and 0.1. Between other bounds, and for
+    fewer than 32 rows, they are taken for trained rows. Not run on CUDA.
 
     Args:
         weights: float32 ``(rows, columns)``.
         low: the lower bound.
         high: the upper bound.
-        among: the rows to look at, bool ``(rows,)``; the result has these alone. None is all.
+        among: the rows to look at, bool ``(rows,)``; the result has only these. None is all.
 
     Example::
 
@@ -166,7 +169,7 @@ def trained_rows(weights: Tensor, low: float, high: float, among: Tensor | None 
 def _compare(weights: Tensor, low: float, high: float, among: Tensor | None) -> tuple[Tensor, bool]:
     """Return :func:`trained_rows`, and whether the others look as if CUDA had drawn them."""
     start, span = _rounded(low, high)
-    # For each row: is it off the CPU's grid, off that of CUDA, all zeros?
+    # For each row: is it off the CPU's grid, off CUDA's grid, all zeros?
     parts = [_off_grids(part.double(), start, span) for part in _chunks(weights, among)]
     if not parts:
         return torch.zeros(len(weights), dtype=torch.bool, device=weights.device), False
@@ -191,8 +194,8 @@ def _chunks(weights: Tensor, among: Tensor | None) -> Iterator[Tensor]:
 
 
 def _off_grids(values: Tensor, low: float, span: float) -> Tensor:
-    """Return which rows a CPU can't have drawn, which CUDA can't, and which are zeros: bool
-    ``(3, rows)``.
+    """Return which rows a CPU can't have drawn, which rows CUDA can't have drawn, and which are
+    zeros: bool ``(3, rows)``.
 
     Args:
         values: float32 values as float64, ``(rows, columns)``.
@@ -222,12 +225,12 @@ def _off_grids(values: Tensor, low: float, span: float) -> Tensor:
 
 
 def _is_coarse(values: Tensor) -> Tensor:
-    """Return which rows have only numbers of 16-bit floats, as of weights that were stored in such
-    a dtype: bool ``(rows, 1)``."""
+    """Return which rows have only numbers of 16-bit floats, as weights that were stored in such a
+    dtype have: bool ``(rows, 1)``."""
     last_bits = values.float().view(torch.int32) & _COARSE_BITS
     return (last_bits == 0).all(1, keepdim=True)
 
 
 def _off_grid(distance: Tensor, step: float, tolerance: Tensor) -> Tensor:
-    """Return which distances are no multiple of ``step``."""
+    """Return which distances are not a multiple of ``step``."""
     return (distance - (distance / step).round() * step).abs() > tolerance

@@ -61,8 +61,8 @@ def bag_offsets(ids: Tensor, offsets: Tensor, has_last: bool) -> Tensor:
         has_last: whether the last offset is the end of the last bag.
 
     Raises:
-        ValueError: offsets do not begin with 0, fall, or do not end with ``n``, or their shape or
-            dtype is another.
+        ValueError: offsets do not begin with 0, fall, or do not end with ``n``, or have the wrong
+            shape or dtype.
     """
     _check_vectors("offsets", ids, offsets)
     n = ids.size(0)
@@ -100,7 +100,7 @@ def check_weights(
         refusal: why weights are refused; empty if they are not.
 
     Raises:
-        ValueError: weights are missing or refused, or their shape or dtype is another.
+        ValueError: weights are missing or refused, or have the wrong shape or dtype.
     """
     if weights is None:
         if is_needed:
@@ -113,7 +113,7 @@ def check_weights(
             f"Invalid weights of dtype {weights.dtype}: must be floating-point; TorchRec ignores"
             " others in training, or raises."
         )
-    # FBGEMM would read behind weights that are too few.
+    # FBGEMM would read past the end of weights that are too few.
     if weights.shape != ids.shape:
         raise ValueError("Weights must have the shape of the ids.")
     return weights.float().contiguous()

@@ -48,14 +48,14 @@ _WRAPPED = {
     "_checkpoint_wrapped_module",
 }
 
-# The classes that keep it in the attribute "module", which users have too. By their names: apex has
-# such classes.
+# The classes that keep it in the attribute "module", a name that users' own classes have too. The
+# classes are given by name, because apex has such classes too.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel"}
 
 
 def torchrec_port() -> TorchRecPort | None:
     """Return the package's interface to TorchRec. None until the program has imported torchrec, as
-    it has if a model contains modules of TorchRec's.
+    it must have if a model contains TorchRec's modules.
 
     Raises:
         ImportError: the installed releases do not fit, or lack private names that are needed.
@@ -70,7 +70,7 @@ def torchrec_port() -> TorchRecPort | None:
 
 
 def loaded_torchrec() -> TorchRecPort:
-    """Return :func:`torchrec_port` where there is an object of TorchRec's: the program has imported
+    """Return :func:`torchrec_port` where there is a TorchRec object: so the program has imported
     torchrec."""
     from dist_sparse.torchrec import port
 
@@ -78,14 +78,14 @@ def loaded_torchrec() -> TorchRecPort:
 
 
 def collection_of(module: nn.Module) -> TableCollection:
-    """Return a collection of TorchRec's as it is now.
+    """Return a TorchRec collection as it is now.
 
     Raises:
-        TypeError: the module is none.
+        TypeError: the module is not a collection.
     """
     found = _collection(module)
     if found is None:
-        raise TypeError(f"{type(module).__name__} is no collection of TorchRec's.")
+        raise TypeError(f"{type(module).__name__} is not a TorchRec collection.")
     return found
 
 
@@ -95,10 +95,10 @@ def _collection(module: nn.Module) -> TableCollection | None:
 
 
 def check_module(model: object) -> None:
-    """Refuse a model that is no module.
+    """Refuse a model that is not a module.
 
     Raises:
-        ValueError: it is none; names its type.
+        ValueError: it is not a module; names its type.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -301,7 +301,7 @@ class _Entry:
         at: the module that holds it.
         locate: returns its data under a registered name, or raises; called with the name and a
             function that reads collections.
-        dense: the parameter, if it is no embedding table.
+        dense: the parameter, if it is not an embedding table.
     """
 
     name: str
@@ -382,7 +382,7 @@ class _Walk:
             self._add_table_weight(module)
 
     def _add_table_weight(self, module: nn.Module) -> bool:
-        """Note that the weight of an embedding of torch's is no dense parameter; return whether the
+        """Note that the weight of a torch embedding is not a dense parameter; return whether the
         module is an embedding."""
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if is_embedding:
@@ -405,7 +405,7 @@ class _Walk:
         return self._port.refusal(module) if self._port else None
 
     def _table(self, at: _Visit, name: str, path: str, **more: Any) -> Iterator[_Entry]:
-        """Yield the table of an embedding of torch's, unless its weight was yielded before.
+        """Yield the table of a torch embedding, unless its weight was yielded before.
 
         Args:
             more: further arguments of :class:`ShardedData`.
@@ -443,7 +443,7 @@ def _replicated(
     alone."""
     parameter = at.module._parameters.get(attribute)
     ranks = at.ranks(attribute)
-    # FSDP leaves a flat slice in the place of a table.
+    # FSDP leaves a flat slice in place of a table.
     dims = (2,) if isinstance(at.module, nn.Embedding | nn.EmbeddingBag) else (0, 1, 2)
     if (reason := _reason_against(parameter, dims)) is not None:
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")
@@ -597,7 +597,7 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
         _compute_local_shape_and_global_offset as local_shape_and_offset,
     )
 
-    # Torch's public methods tell a rank its own part only. Their private function, called for each
+    # Torch's public methods tell a rank only its own part. Their private function, called for each
     # position in the mesh, gives the parts of all ranks without communication.
     mesh = data.device_mesh.mesh
     if any(not isinstance(placement, (Shard, Replicate)) for placement in data.placements):

@@ -128,8 +128,8 @@ class Collection(Protocol):
         pooled: it returns bags: the rows of a sample's ids, pooled.
         weighted: its ids have weights.
         needs_indices: it returns the ids beside their rows.
-        merges_ids: ids that a batch has several times reach the kernels once (index dedup), so that
-            lookups can't be counted there.
+        merges_ids: an id that a batch has several times reaches the kernels only once (index
+            dedup), so that lookups can't be counted there.
         attribute: the attribute that holds the embedding modules, a part of fully qualified names.
     """
 
@@ -156,7 +156,7 @@ class Collection(Protocol):
         """Return a table of a sharded collection as it is stored now, under a registered name."""
 
     def kernels(self) -> Iterator[LookupKernel]:
-        """Yield this rank's kernels, with a fused optimizer or not."""
+        """Yield this rank's kernels, with or without a fused optimizer."""
 
     def batches(self) -> Iterator[TableBatch]:
         """Yield this rank's table batches with a fused optimizer."""
@@ -170,7 +170,7 @@ class Collection(Protocol):
 
     def bounds_checks(self) -> dict[str, str]:
         """Return FBGEMM's ``bounds_check_mode`` by table: ``"FATAL"``, ``"WARNING"``, ``"IGNORE"``
-        or ``"NONE"``. Left out are tables without a fused kernel: their lookups raise."""
+        or ``"NONE"``. Tables without a fused kernel are left out: their lookups raise."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that plain optimizers step on this rank, by table; empty ones where
@@ -199,8 +199,8 @@ class TorchRecPort(Protocol):
         """Return a collection as it is now, None for another module."""
 
     def refusal(self, module: nn.Module) -> str | None:
-        """Return why the tables below a module of TorchRec's can't be sparsified, and what would
-        work; None if they can."""
+        """Return why the tables below a TorchRec module can't be sparsified, and what would work;
+        None if they can."""
 
     def is_sharded(self, module: nn.Module) -> bool:
         """Return whether a module is a sharded collection."""

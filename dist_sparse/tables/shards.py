@@ -92,11 +92,12 @@ class ShardedData:
             them is empty. Equal rectangles on several ranks are replicas.
         shards: this rank's shards, in the order of ``tiling[rank]``.
         kernel: TorchRec's compute kernel; None without TorchRec.
-        fqn: the fully qualified name in the model; None of a tensor given by itself.
+        fqn: the fully qualified name in the model; None for a tensor given by itself.
         features: the features that look the table up, in a collection of TorchRec's.
         copied: replicas are trained separately and averaged periodically (TorchRec's 2-D
             parallelism), so that they may differ; all use the masks of the first.
-        merges_ids: ids that a batch has several times are looked up once (TorchRec's index dedup).
+        merges_ids: an id that a batch has several times is looked up only once (TorchRec's index
+            dedup).
         drawn: the bounds of the uniform distribution that its initial values are drawn from; None
             where another initializer is used, or none is known.
         padding: the row of the ``padding_idx`` of an ``nn.Embedding``; None without one.
@@ -137,9 +138,9 @@ class ShardedData:
         return grid_of(Rect(0, 0, *self.shape), block)
 
     def with_padding(self, shard: Shard, read: Tensor) -> Tensor:
-        """Return which rows of a shard lookups read, bool ``(rows,)``: those that a record has
-        seen, and the row of padding unless it is zeros. Lookups return it, and no gradient reaches
-        it. A record that has seen no row stays empty."""
+        """Return which rows of a shard lookups read, bool ``(rows,)``: the rows that a record has
+        seen, and the padding row unless it is zeros. Lookups return the padding row, and no
+        gradient reaches it. A record that has seen no row stays empty."""
         # Only a table that each rank holds whole has such a row.
         if self.padding is None or not read.any() or not shard.tensor[self.padding].any():
             return read
@@ -342,7 +343,7 @@ def check_memory(name: str, tensor: Tensor) -> None:
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a non-empty tensor, and the address behind its last
+    """Return the address of the first byte of a non-empty tensor, and the address after its last
     byte. The tensor has passed :func:`check_memory`."""
     # Strides may be in any order: the last element has the largest index in every dimension.
     sides = zip(tensor.stride(), tensor.shape, strict=True)
@@ -453,7 +454,7 @@ def index_bytes(rows: int) -> int:
     Example::
 
         >>> from dist_sparse.tables.shards import index_bytes
-        >>> index_bytes(1000)  # 0.25 byte a row
+        >>> index_bytes(1000)  # 0.25 byte per row
         256
     """
     return 8 * -(-rows // 32)

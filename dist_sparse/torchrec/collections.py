@@ -91,7 +91,7 @@ _ITEP = "in-training pruning (ITEP) moves ids between rows"
 _PEC = "PEC collections handle colliding ids on their own"
 
 # Python modules whose collections change which row an id names, or the row itself, without the
-# enforcer seeing it; and why. By name: importing them would take seconds.
+# enforcer seeing it; and the reason. By name: importing them would take seconds.
 REFUSED = {
     "torchrec.modules.mc_embedding_modules": _COLLISIONS,
     "torchrec.distributed.mc_embedding_modules": _COLLISIONS,
@@ -103,7 +103,7 @@ REFUSED = {
         "an embedding tower lives on the ranks of one host only"
     ),
     "torchrec.modules.fused_embedding_modules": (
-        "it is a table batch of its own; use EmbeddingBagCollection"
+        "it is a separate table batch; use EmbeddingBagCollection"
     ),
     "torchrec.quant.embedding_modules": _QUANTIZED,
     "torchrec.distributed.quant_embedding": _QUANTIZED,
@@ -112,8 +112,8 @@ REFUSED = {
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why the tables below a module of TorchRec's can't be sparsified, and what would work;
-    None if they can."""
+    """Return why the tables below a TorchRec module can't be sparsified, and what would work; None
+    if they can."""
     env = module._env if isinstance(module, _SHARDED) else None
     if isinstance(env, ShardingEnv2D) and env.sharding_strategy is ShardingStrategy.FULLY_SHARDED:
         return (
@@ -230,7 +230,7 @@ class Kernel:
 
     @property
     def divides_later(self) -> bool:
-        """Whether sums become means after the output distribution, as of row-wise tables."""
+        """Whether sums become means after the output distribution, as in row-wise tables."""
         tables = self.module._config.embedding_tables
         return self.pooling == "sum" and any(table.pooling is PoolingType.MEAN for table in tables)
 
@@ -465,7 +465,7 @@ class UnshardedTables:
         return iter(())
 
     def kernels(self) -> Iterator[Kernel]:
-        """Yield this rank's kernels, with a fused optimizer or not."""
+        """Yield this rank's kernels, with or without a fused optimizer."""
         yield from map(Kernel, self._torchrec_kernels())
 
     def batches(self) -> Iterator[FbgemmBatch]:
@@ -556,7 +556,7 @@ class ShardedTables(UnshardedTables):
         index_in_copy, env = self._index_in_copy, self._module._env
         stored = self._shards_by_table[table]
         config = stored.config
-        # Under 2-D parallelism, DDP keeps data-parallel tables equal: they are no copies.
+        # Under 2-D parallelism, DDP keeps data-parallel tables equal: they are not copies.
         copied = isinstance(env, ShardingEnv2D) and config.local_metadata is not None
         _refuse_unknown_storage(name, config, copied)
         # Set by mark_data_parallel_skip_grad_sync(), new in 1.9.
@@ -597,7 +597,7 @@ class ShardedTables(UnshardedTables):
 
     @cached_property
     def _drawn(self) -> dict[str, tuple[float, float] | None]:
-        # Configurations of shards have no init_fn of the user's, but the default.
+        # Configurations of shards have the default init_fn, not the user's.
         return {config.name: uniform_bounds(config) for config in self._configs}
 
     @cached_property

@@ -32,7 +32,7 @@ def available() -> bool:
 
 def select_jagged(values: Tensor, lengths: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Return the chosen values and the new lengths of their bags. The lengths must add up to the
-    number of values: the operator copies memory behind them otherwise."""
+    number of values: otherwise the operator copies memory after them."""
     found: tuple[Tensor, Tensor] = torch.ops.fbgemm.masked_select_jagged_1d(values, lengths, chosen)
     return found
 
@@ -43,12 +43,13 @@ def look_up_stored(
     """Return rows of tables in FBGEMM's format for inference, pooled, float32.
 
     Args:
-        tables: has ``weights``, of all tables, uint8, on the host, and ``no_weights``, the same of
-            devices, empty. For each feature: ``placements``, :data:`HOST`; ``starts``, the offset
-            of its table in ``weights``, in bytes; ``types``, one of :data:`SPARSE_TYPES`, all the
-            same; ``columns``, the offset of its columns in the result. ``total``: the columns of
-            the result. ``widest``: the columns of the widest table, by type.
-        rows: int32 ``(n,)``, feature after feature, in each of them bag after bag.
+        tables: has ``weights``, the weights of all tables on the host, uint8, and ``no_weights``,
+            the weights on devices, which is empty. For each feature: ``placements``, :data:`HOST`;
+            ``starts``, the offset of its table in ``weights``, in bytes; ``types``, one of
+            :data:`SPARSE_TYPES`, all the same; ``columns``, the offset of its columns in the
+            result. ``total``: the columns of the result. ``widest``: the columns of the widest
+            table, by type.
+        rows: int32 ``(n,)``, feature after feature, and within a feature bag after bag.
         offsets: int32 ``(features * bags + 1,)``: of the bags in ``rows``.
         pooling: one of :data:`POOLING`.
         factors: float32 ``(n,)``, a factor for each row.
@@ -91,7 +92,7 @@ class StoredRows:
         dtype: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``.
         pooling: ``"sum"``, ``"mean"`` or ``"none"``.
         rows: uint8 ``(n, bytes)``.
-        scale_bias: of 8 and 4 bits, uint8 ``(n, 4)``: two float16.
+        scale_bias: for 8 and 4 bits, uint8 ``(n, 4)``: two float16.
         remap: the row of each id, int32 ``(ids,)``, -1 for removed ids; None in TorchRec's module.
     """
 
@@ -117,7 +118,7 @@ def table_batch(
     model's own ids and remaps them: by arrays, 8 bytes per id of the original tables, or if fewer
     than 1% of the ids have a row by a hash map, 18 to 40 bytes per row.
 
-    ``needs_weights`` and ``weights_refusal``: as of
+    ``needs_weights`` and ``weights_refusal``: as in
     :func:`~dist_sparse.tables.jagged.check_weights`.
     """
     from fbgemm_gpu.split_embedding_configs import SparseType
@@ -177,7 +178,7 @@ class _TableBatch(nn.Module):
                 raise ValueError("Ids and offsets must be 1-D, and int32 or int64.")
         bags = offsets.size(0) - 1
         if bags < 0 or bags % self.features != 0:
-            raise ValueError("Offsets must be those of as many bags for each feature, and an end.")
+            raise ValueError("Offsets must cover equally many bags per feature, and the end.")
         if not offsets_fit(offsets, indices.size(0)):
             raise ValueError("Offsets begin with 0, never fall, and end with the number of ids.")
         weights = check_weights(

@@ -84,7 +84,8 @@ def compact_refusal(model: Any, module: Any) -> str | None:
     """Return why a collection of ``model`` can't be compacted, or None."""
     tables: Any = collection(module)
     means = [table.name for table in tables.tables if table.pooling == "mean"]
-    # Unsharded processors are no obstacle: they weight the ids before the collection removes some.
+    # Unsharded processors are not an obstacle: they weight the ids before the collection removes
+    # some.
     processor = ShardedFeatureProcessedEmbeddingBagCollection
     is_processed = any(
         isinstance(outer, processor) and module in outer.modules() for outer in model.modules()
@@ -95,7 +96,7 @@ def compact_refusal(model: Any, module: Any) -> str | None:
             is_processed
         ),
         **around,
-        # Pipelines set a function of their own as the instance's forward.
+        # Pipelines set their own function as the instance's forward.
         "a train pipeline has replaced its forward; call pipeline.detach() first": (
             getattr(module.forward, "__self__", None) is not module
         ),
@@ -112,7 +113,7 @@ def _module_reasons(module: nn.Module) -> dict[str, bool]:
     """Return reasons against compacting a collection in a model without TorchRec's wrapper, and
     whether each holds."""
     return {
-        "it is sharded, but the model is no DistributedModelParallel; pass that": (
+        "it is sharded, but the model is not a DistributedModelParallel; pass that": (
             is_sharded(module)
         ),
         "its optimizer runs in the backward though it is not sharded; shard the model first": (
@@ -194,9 +195,9 @@ def compact_plan(
 
 
 def _resized(sharding: ParameterSharding, table: Any) -> ParameterSharding:
-    """Return a sharding on the same ranks for a table with other rows and fewer columns. Rows are
-    cut as TorchRec cuts them: equal blocks, the last ones smaller. Shards without a column that is
-    left are dropped."""
+    """Return a sharding on the same ranks for a table with different rows and fewer columns. Rows
+    are cut as TorchRec cuts them: equal blocks, the last ones smaller. Shards without a remaining
+    column are dropped."""
     spec = sharding.sharding_spec
     # A data-parallel table has none.
     if spec is None:
@@ -261,7 +262,7 @@ def parts(optimizer: object) -> list[Any] | None:
 def replace_parameter(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
     """Replace a parameter in the names that keyed optimizers have for parameters."""
     if isinstance(optimizer, CombinedOptimizer):
-        # It has no names of its own: it collects them from its parts.
+        # It has no names itself: it collects them from its parts.
         for _, part in optimizer.optimizers:
             replace_parameter(part, old, new)
         return

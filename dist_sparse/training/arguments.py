@@ -2,7 +2,7 @@
 (:class:`SparsifyArgs`), by table of a model, and from a budget of bytes to levels.
 
 Names are case-insensitive (``"l2"``, ``"cubic"``, ``"row"``), and an unknown one raises an error
-that lists the known.
+that lists the known ones.
 """
 
 import fnmatch
@@ -76,8 +76,8 @@ class TableRotation(Protocol):
 
 class UpdateGuard:
     """The methods of a guard that a :class:`~dist_sparse.SparseTraining` calls, none of them
-    collective. This class allows each mask update. ``dist_sparse.extras.guard.Guard`` has them wait
-    for validations, and undoes some.
+    collective. This class allows every mask update. ``dist_sparse.extras.guard.Guard`` makes them
+    wait for validations, and undoes some.
 
     Attributes:
         validations: the validations so far and their outcomes.
@@ -93,7 +93,7 @@ class UpdateGuard:
 
     @property
     def owed(self) -> bool:
-        """Whether the schedule had a mask update that is still to come."""
+        """Whether a mask update that the schedule called for is still to come."""
         return False
 
     def before_step(self) -> None:
@@ -143,7 +143,7 @@ class Advanced:
             can't be edited. With gradient accumulation, steps are optimizer steps.
         rotate: with ``block="col"``, rotates tables before each mask update, so that the removed
             columns hold the least information: ``dist_sparse.extras.rotation.Rotation``.
-        guard: has mask updates wait for validations, and undoes one that costs quality:
+        guard: makes mask updates wait for validations, and undoes one that costs quality:
             ``dist_sparse.extras.guard.Guard``.
         decay: with ``score="frequency"``, the factor by which counts of lookups shrink at each mask
             update, in [0, 1]; None is 1, so that all traffic counts equally.
@@ -192,7 +192,7 @@ class SparsifyArgs:
         every: at most ``end - begin``, so that ``level`` is reached in at least two mask updates.
         schedule: a callable that constructs the scheduler.
         advanced: text in the case that the parts use; ``score`` None is ``"norm_accumulator"`` if
-            its sums are known of all tables, else the norm.
+            its sums are known for all tables, else the norm.
 
     Raises:
         ValueError: an argument is invalid.
@@ -280,7 +280,7 @@ class SparsifyArgs:
                     f"Invalid begin={self.begin} with level='untouched': there is one mask update,"
                     " at end; schedule='constant' updates masks from begin to end."
                 )
-            # Once, at the end: earlier, rows that are looked up later would be removed.
+            # Once, at the end: earlier, it would remove rows that are looked up later.
             self.begin = self.end
             self.every = 1
             self.schedule = _one_shot
@@ -411,7 +411,8 @@ def _dense_reasons(
     for name, data in located.items():
         # Empty for tables of sharded collections, which are embeddings, and trained.
         whole = [shard.tensor for shard in data.shards if data.sharding == "replicated"]
-        # The others were selected by dense=: a small one, or any name, is no reason.
+        # The others were selected by dense=: neither a small size nor a name is a reason to leave
+        # them dense.
         is_table = not whole or any(map(is_embedding, whole))
         if name in guarded:
             reasons[name] = "protected"
@@ -445,8 +446,8 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def _is_of_positions(data: ShardedData, included: Mapping[str, None]) -> bool:
-    """Whether a whole word of its names says so (``_pos_emb`` and ``PositionEmbedding`` do,
-    ``composer`` does not), and no glob includes it.
+    """Whether a whole word of its names says so (as in ``_pos_emb`` and ``PositionEmbedding``, but
+    not in ``composer``), and no glob includes it.
 
     Every sequence reads all positions up to its length: each row that is removed is missed.
     """
@@ -545,8 +546,8 @@ def fewest_removed(
     Args:
         blocks: number of blocks, by table.
         most: the most that a table may lose.
-        fits: whether tables that lose so many blocks are within the budget. Those that lose more
-            are too.
+        fits: whether tables that lose this many blocks are within the budget. If they are, tables
+            that lose more are too.
     """
 
     def removed(step: int) -> dict[str, int]:
@@ -570,7 +571,7 @@ def budget_levels(
     Args:
         args: with a budget.
         located: all tables that the budget is for.
-        pruned: those that lose blocks.
+        pruned: the tables that lose blocks.
         floors: the least fraction that a table keeps, by name. Where blocks are removed wherever
             scores are smallest, a table's level need not keep it.
 
@@ -668,7 +669,7 @@ class _PrunedTable:
         return self.blocks - stays
 
     def served_bytes(self, removed: int) -> int:
-        """Return the bytes of the table without so many blocks."""
+        """Return the bytes of the table without this many blocks."""
         rows, columns = self.data.shape
         itemsize = self.data.dtype.itemsize
         kept = self.blocks - removed

@@ -3,7 +3,7 @@ a separate model on each rank.
 
 If the tables are equal on all ranks when :func:`~dist_sparse.sparsify` is called, they are taken
 for replicas: weights and configurations are compared before each mask update. If they differ, each
-rank trains a model of its own, and nothing is compared. Either way the first rank warns once.
+rank trains its own model, and nothing is compared. Either way the first rank warns once.
 """
 
 from collections.abc import Sequence
@@ -82,6 +82,6 @@ def _hashes(world: Group, names: Sequence[str], located: Located) -> dict[str, R
     # Some tables may have been squashed since, and are no longer located.
     for name in sorted(located.keys() & names):
         data = located[name]
-        # Without a wrapper, the tiling is that of one rank: repeated, every rank holds the whole.
+        # Without a wrapper, the tiling is for one rank: repeated, every rank holds the whole.
         replicas.append(replace(data, ranks=world.ranks, tiling=data.tiling * world.size))
     return shared_weights(replicas)

@@ -64,7 +64,7 @@ class SparseTraining:
         scheduler: the schedule of its ``sparsity_level``.
         enforcer: the :class:`~dist_sparse.MaskEnforcer`.
         left_dense: tables that are not pruned, with the reason.
-        guard: of ``Advanced(guard=...)``, or one that allows each mask update.
+        guard: the guard of ``Advanced(guard=...)``, or one that allows every mask update.
 
     Example::
 
@@ -109,7 +109,7 @@ class SparseTraining:
         self._hooks = Hooks()
         # Unsharded collections by path, until a forward has run in one of them.
         self._unused: dict[str, nn.Module] = {}
-        # Tables that are compared with those of the other ranks before each mask update.
+        # Tables that are compared with the other ranks' tables before each mask update.
         self._replicas: list[str] = []
         # Whether the warning of an early end has yet to be given.
         self._warns = True
@@ -302,8 +302,8 @@ class SparseTraining:
             self._hooks.add(module.register_forward_pre_hook(hook))
 
     def _step(self) -> None:
-        # If the model is wrapped in DistributedModelParallel or copied after sparsify(), other
-        # modules run than the registered ones.
+        # If the model is wrapped in DistributedModelParallel or copied after sparsify(), modules
+        # other than the registered ones run.
         if self._unused:
             raise RuntimeError(
                 f"No forward has used the collections {sorted(self._unused)} since sparsify(): the"
@@ -372,22 +372,22 @@ def sparsify(
     or ``wpe``) that ``include`` does not match stay dense; ``left_dense`` lists them. The last
     block of a table is removed only at ``level`` 1. The row of ``padding_idx`` is already zero: it
     is among the first to be pruned, which changes nothing. Put other rows that must stay, such as
-    those of [MASK] tokens, into a separate table named in ``exclude``.
+    the rows of [MASK] tokens, into a separate table named in ``exclude``.
 
     Args:
         model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it
             first. On several ranks tables outside a wrapper are a warning; if all ranks hold the
             same now, they are compared at mask updates.
         optimizer: the optimizer that steps it, or a sequence of all of them.
-        level: final fraction of removed blocks in [0, 1], of all tables, or by globs over table
-            names and fully qualified names; of several that match, the last counts. Tables that
-            none matches stay at 0. ``"untouched"`` removes the rows that training has never looked
-            up, and no others, which is lossless on training data: by the state of Adagrad, Adam,
-            AdamW or RMSprop (docs/planning.md#rows-never-read), or by counts with
+        level: final fraction of removed blocks in [0, 1], for all tables, or by globs over table
+            names and fully qualified names; if several match, the last counts. Tables that no glob
+            matches stay at 0. ``"untouched"`` removes the rows that training has never looked up,
+            and no others, which is lossless on training data: by the state of Adagrad, Adam, AdamW
+            or RMSprop (docs/planning.md#rows-never-read), or by counts with
             ``Advanced(score="frequency")``; once at ``end``, or as ``schedule="constant"`` says.
-            The rules are those of :func:`~dist_sparse.remove_untouched`, which does it in one call
-            after training. A row that is looked up later comes back at the next mask update, at 0.
-            A warning says so if it removes nothing.
+            The rules are the same as for :func:`~dist_sparse.remove_untouched`, which does it in
+            one call after training. A row that is looked up later comes back at the next mask
+            update, at 0. A warning says so if it removes nothing.
         budget: instead of ``level``, the most that the tables may take at the end: bytes, or a
             share of them, ``"20%"`` or 0.2. It counts the bytes that are served, as
             :func:`~dist_sparse.plan` does, in the dtype of training. All tables then have the same
@@ -395,7 +395,7 @@ def sparsify(
             tables: finer ones are served as zeros, and save no bytes.
         end: the last step of mask updates. Steps count from 0, so ``level`` is reached by call
             number ``end + 1`` of ``step()``; after it masks stay as they are. None removes
-            ``level`` from ``begin`` on, and updates masks for good.
+            ``level`` from ``begin`` on, and keeps updating masks.
         begin: the first step of mask updates.
         every: steps between mask updates, at most ``end - begin``.
         block: shape of the blocks that are removed as a whole: ``(rows, columns)``, ``"row"`` or
@@ -483,8 +483,8 @@ def sparsify(
     try:
         with world.agreeing("sparsify()"):
             training._attach(walked, optimizer, more.auto_step)
-            # Only the attached enforcer knows whose sums of Adagrad can be read. A score that was
-            # asked for must be known of every table; the default falls back to the norm below.
+            # Only the attached enforcer knows which tables' Adagrad sums can be read. A score that
+            # was asked for must be known for every table; the default falls back to the norm below.
             if more.score is not None:
                 sparsifier.look_up(walked.located)
             # Tables that no glob of level= matches stay at 0.

@@ -2,7 +2,7 @@
 before any is replaced.
 
 It holds the masks with their configurations, and as JSON the schedule, the guard and the settings
-that choose masks. Its masks must fit the settings beside them, not the current ones:
+that choose masks. Its masks must fit the settings saved with them, not the current ones:
 :func:`prepare_load` temporarily overwrites these attributes of the live sparsifier while it checks
 the masks.
 """
@@ -88,7 +88,7 @@ def prepare_load(
     def commit() -> None:
         # Nothing below communicates. Masks come last: the levels of their configurations are in
         # force until the next mask update. Then they zero removed weights, which alone needs
-        # memory: a rank that has none is left with the whole state.
+        # memory: a rank that runs out of memory is left with the whole state.
         commit_schedule()
         vars(sparsifier).update(settings)
         commit_guard()

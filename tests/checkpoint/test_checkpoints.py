@@ -170,7 +170,7 @@ def another(kind: str) -> dict[str, Any]:
         ),
         (
             "other optimizer",
-            r"'0.weight' and '2.bias' had another '\w+' each, and are in one group now",
+            r"'0.weight' and '2.bias' had different values of '\w+', and are in one group now",
         ),
         (
             "class of optimizer",
@@ -223,7 +223,7 @@ def test_arguments() -> None:
     with pytest.raises(ValueError, match=r"Invalid optimizer of type str"):
         Checkpoints("here").save(1, model=nn.Linear(1, 1), optimizer="Adam")
     with pytest.raises(
-        ValueError, match=r"a parameter of shape \(2, 3\), which is none of the model's"
+        ValueError, match=r"a parameter of shape \(2, 3\), which is not in the model"
     ):
         Checkpoints("here").save(
             1, model=nn.Linear(1, 1), optimizer=torch.optim.SGD(nn.Linear(3, 2).parameters())

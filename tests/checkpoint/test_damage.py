@@ -87,7 +87,9 @@ def test_without_a_marker_the_one_before_is_newest(job: Job, tmp_path: Path) -> 
         found = job.checkpoints.resume_latest(**job.parts)
     assert found is not None and found.step == 2
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000009")
-    with pytest.raises(ValueError, match=r"step-00000009/COMMITTED is refused: it is of step 2\."):
+    with pytest.raises(
+        ValueError, match=r"step-00000009/COMMITTED is refused: it belongs to step 2\."
+    ):
         job.checkpoints.resume_latest(**job.parts)
 
 
@@ -209,7 +211,7 @@ def crafted(kind: str, folder: Path, made: Path) -> None:
     [
         (
             "pickle",
-            r"\.metadata is refused: it asks for posix.system, which is no part of DCP's metadata",
+            r"\.metadata is refused: it asks for posix.system, which is not part of DCP's metadata",
         ),
         ("inside", r"\.metadata is refused: it asks for posix.system"),
         ("object", r"it asks for torch.distributed.checkpoint.metadata.BytesStorageMetadata"),
@@ -222,7 +224,7 @@ def crafted(kind: str, folder: Path, made: Path) -> None:
             "hole",
             r"'model.0.weight' has holes: its saved pieces do not cover the shape \(50, 8\) once",
         ),
-        ("number", r"\.metadata is refused: 7 is no name of a tensor"),
+        ("number", r"\.metadata is refused: 7 is not a tensor name"),
         ("nothing", r"\.metadata is refused: an entry is missing or of another type"),
     ],
 )
@@ -249,8 +251,8 @@ def test_the_crafted_ones_would_run_in_plain_dcp(job: Job, tmp_path: Path) -> No
         ({"format": "another"}, r"its format is 'another', not 'dist_sparse.checkpoint'"),
         ({"version": 2}, r"version 2 is not 1, the one that this release reads"),
         ({"world": 0}, r"Invalid world=0"),
-        ({"files": {"../x": {"bytes": 1, "crc32": "0"}}}, r"'../x' is no name of a file"),
-        ({"files": {"a/b": {"bytes": 1, "crc32": "0"}}}, r"'a/b' is no name of a file"),
+        ({"files": {"../x": {"bytes": 1, "crc32": "0"}}}, r"'../x' is not a file name"),
+        ({"files": {"a/b": {"bytes": 1, "crc32": "0"}}}, r"'a/b' is not a file name"),
         ({"files": {"a": {"bytes": 1}}}, r"an entry is missing or of another type"),
         ({"files": 3}, r"an entry is missing or of another type"),
     ],

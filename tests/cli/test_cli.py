@@ -282,7 +282,7 @@ def test_plan_of_a_module(
         (["serve-check", "{model}"], "serve-check: "),
         (
             ["plan", "{model}:two", "--budget", "1%", "--rotate", "x,y"],
-            "Invalid --rotate=[['x', 'y']]: ['x', 'y'] are none of the tables",
+            "Invalid --rotate=[['x', 'y']]: ['x', 'y'] are not among the tables",
         ),
         (
             ["plan", "{model}:driving", "--budget", "1%", "--rotate", "x"],

@@ -237,7 +237,7 @@ def test_refused() -> None:
     sparsifier.data_groups["bags"]["sparsity_level"] = 0.5
     sparsifier.step()
     with pytest.raises(
-        ValueError, match=re.escape("['bags'] are no embedding tables of this model")
+        ValueError, match=re.escape("['bags'] are not embedding tables of this model")
     ):
         compact(Net(), sparsifier)
     plain = DataNormSparsifier([("w", torch.randn(4, 4))])
@@ -269,5 +269,5 @@ def test_a_dense_parameter_is_refused() -> None:
     MaskEnforcer(sparsifier).attach(optimizer)
     sparsifier.data_groups["over/weight"]["sparsity_level"] = 1.0
     sparsifier.step()
-    with pytest.raises(ValueError, match=r"\['over/weight'\] are no embedding tables"):
+    with pytest.raises(ValueError, match=r"\['over/weight'\] are not embedding tables"):
         compact(net, sparsifier)

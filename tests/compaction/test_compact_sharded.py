@@ -391,7 +391,7 @@ def test_another_plan() -> None:
 
     with pytest.raises(
         ValueError,
-        match=r"'item': row-wise optimizer state of .* can't be derived from that of the columns",
+        match=r"'item': row-wise optimizer state of .* can't be derived from the state of the columns",
     ):
         run.compact(plan=partial(planned, item=column_wise(ranks=[0, 1])))
     assert torch.equal(run.model(features), before) and run.enforcer.attached  # nothing was changed

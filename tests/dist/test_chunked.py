@@ -164,13 +164,13 @@ def test_refused(tmp_path: Path) -> None:
     partial = dcp.DefaultLoadPlanner(allow_partial_load=True)
     refused(
         sparsifier,
-        "are not those of the state",
+        "are not the tables of the state",
         checkpoint_id=tmp_path / "lone",
         planner=partial,
     )
     refused(
         lone,
-        r"registered tables \['item'\] are not those of the state.*'word'",
+        r"registered tables \['item'\] are not the tables of the state.*'word'",
         checkpoint_id=tmp_path / "whole",
     )
     wider = DataNormSparsifier(None, 0.5, (1, 5))

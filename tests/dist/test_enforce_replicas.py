@@ -278,7 +278,7 @@ def test_unstepped() -> None:
     data, _ = trained_tensor("rows", torch.randn(13, 8))
     sparsifier = DataNormSparsifier([("data", data)], sparse_block_shape=(2, 4))
     sparsifier.step()
-    with pytest.raises(ValueError, match="No optimizer given steps 'data'"):
+    with pytest.raises(ValueError, match="None of the given optimizers steps 'data'"):
         MaskEnforcer(sparsifier).attach()
 
 

@@ -104,18 +104,18 @@ def test_a_state_without_a_table(world: int) -> None:
         with edited(saved["sharded"], "tables") as tables:
             tables["other"] = tables["item"]
 
-    refused(renamed, r"are not those of the state")
-    refused(renamed, r"are not those of the state", rank=world - 1)
+    refused(renamed, r"are not the tables of the state")
+    refused(renamed, r"are not the tables of the state", rank=world - 1)
     refused(
         lambda s: s["sharded"]["masks"].pop("item"),
         r"'item': the state has no mask",
         rank=world - 1,
     )
-    refused(lambda s: s.pop("sharded"), r"are not those of the state")
+    refused(lambda s: s.pop("sharded"), r"are not the tables of the state")
     refused(
         lambda s: s["sharded"].update(tables="{"), r"tables of the state must be a mapping as JSON"
     )
-    refused(unknown, r"not those of the state.*'other'.*register")
+    refused(unknown, r"not the tables of the state.*'other'.*register")
     last = world - 1  # table-wise, there
     refused(
         at("word", lambda t: t.update(shape=(30, 12))),
@@ -126,7 +126,7 @@ def test_a_state_without_a_table(world: int) -> None:
     )
     refused(
         lambda s: s.pop("data_groups"),
-        r"'plain': the state has no config of it",
+        r"'plain': the state has no config for it",
         rank=last,
     )
     refused(
@@ -140,7 +140,7 @@ def test_a_state_without_a_table(world: int) -> None:
     )
     sparsifier.load_state_dict(through_a_file(state))
     assert sparsifier.audit() != before
-    with pytest.raises(ValueError, match="not those of the state"):
+    with pytest.raises(ValueError, match="not the tables of the state"):
         DataNormSparsifier().load_state_dict(state)
 
 

@@ -128,7 +128,7 @@ class TestRefused:
             ([sgd(model.second)], "first"),
         ]:
             with pytest.raises(
-                ValueError, match=rf"No optimizer given steps '{name}'.*by exclude="
+                ValueError, match=rf"None of the given optimizers steps '{name}'.*by exclude="
             ):
                 enforcer.attach(*optimizers)
             assert not enforcer.attached
@@ -149,7 +149,7 @@ class TestRefused:
         )
         sparsifier = DataNormSparsifier([("table", table), ("frozen", frozen), ("buffer", buffer)])
         sparsifier.step()
-        with pytest.raises(ValueError, match="No optimizer given steps 'table'"):
+        with pytest.raises(ValueError, match="None of the given optimizers steps 'table'"):
             MaskEnforcer(sparsifier).attach()
         MaskEnforcer(sparsifier).attach(sgd(table))
 

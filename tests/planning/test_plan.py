@@ -481,7 +481,7 @@ def test_tables_of_a_model() -> None:
     ("how", "message"),
     [
         ({"budget": "ten"}, "budget='ten'"),
-        ({"rotate": [["user", "items"]]}, r"\['items'\] are none of the tables"),
+        ({"rotate": [["user", "items"]]}, r"\['items'\] are not among the tables"),
         (
             {"rotate": [["user", "item"]], "model": {"user": (9, 8), "item": (9, 4)}},
             r"have \[8, 4\] columns",

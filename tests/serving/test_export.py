@@ -303,7 +303,7 @@ def refused(path: Path) -> dict[str, tuple[str, Callable[[], object]]]:
         "a step of since": ("Invalid since=None: must be", lambda: export(model, sparsifier, served, since=[path, None])),
         "exists": ("exists already", lambda: export(model, sparsifier, path)),
         "another model": ("'user'.* another tensor", lambda: export(model_of(), sparsifier, served)),
-        "part": ("'item' is none of the model's tables", lambda: export(part, sparsifier, served)),
+        "part": ("'item' is not one of the model's tables", lambda: export(part, sparsifier, served)),
         "no rows": ("'0' has no weights", lambda: single(nn.EmbeddingBag(0, 8))),
         "max": ("'0'.*mode='max'", lambda: single(nn.EmbeddingBag(3, 3, mode="max"))),
         "max_norm": ("'0'.*max_norm=1.0", lambda: single(nn.Embedding(3, 3, max_norm=1.0))),

@@ -99,7 +99,7 @@ def test_an_interrupted_update_leaves_the_masks_of_plain_data() -> None:
     [
         (
             lambda t: t["pieces"][0].update(bits=~t["pieces"][0]["bits"]),
-            "not those that were saved",
+            "not the ones that were saved",
         ),
         (
             lambda t: t["pieces"][0].update(

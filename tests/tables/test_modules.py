@@ -318,7 +318,7 @@ REFUSED_MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: FusedEmbeddingBagCollection(
             bags("id").embedding_bag_configs(), torch.optim.SGD, {"lr": 0.1}
         ),
-        "a table batch of its own; use EmbeddingBagCollection",
+        "a separate table batch; use EmbeddingBagCollection",
     ),
     "itep": (
         lambda: ITEPEmbeddingBagCollection(

@@ -119,7 +119,7 @@ class TestAtomicLoads:
             (["floors"], 5, "'floors' of the state must be a mapping, and is of type int"),
             (["floors"], None, "'floors' of the state must be a mapping"),
             (["floors"], {"user": 1.1}, r"Invalid floors\['user'\]=1\.1"),
-            (["floors"], {"nobody": 0.5}, r"unknown keys \['nobody'\]: it is of other tables"),
+            (["floors"], {"nobody": 0.5}, r"unknown keys \['nobody'\]: it belongs to other tables"),
             (["scope"], "world", "Invalid scope='world'"),
             (["scope"], None, "Invalid scope=None"),
             (["score"], "frequency", "pass Advanced\\(score='frequency'"),

@@ -218,7 +218,7 @@ def test_errors(tmp_path: Path) -> None:
         ({"budgets": [1.5]}, "Invalid budgets=1.5"),
         ({"budgets": [5]}, "No table fits in 5 bytes. Did you mean 5%?"),
         ({"budgets": "20%"}, "Invalid budgets='20%': must be a list"),
-        ({"rotate": [["weight", "item"]]}, "['item'] are none of the tables ['weight']"),
+        ({"rotate": [["weight", "item"]]}, "['item'] are not among the tables ['weight']"),
         ({"budgets": []}, "Invalid budgets=[]"),
         ({"protect": "user*"}, "Invalid protect: ['user*'] match none of ['weight']"),
     ):

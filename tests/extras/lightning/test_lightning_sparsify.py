@@ -412,7 +412,7 @@ class TestRefusals:
 
     def test_optimizers_that_do_not_step_the_table(self, tmp_path: Path) -> None:
         module = Net(lambda parameters: adam(list(parameters)[1:]))
-        with pytest.raises(ValueError, match="No optimizer given steps 'bag'"):
+        with pytest.raises(ValueError, match="None of the given optimizers steps 'bag'"):
             fit(module, SparsifyCallback(**PLAN), tmp_path)
 
     def test_a_strategy_that_takes_weights_apart(self, tmp_path: Path) -> None:

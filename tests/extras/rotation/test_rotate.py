@@ -260,7 +260,7 @@ class Other(BaseDataSparsifier):
             Towers,
             [["user", "items"]],
             "col",
-            r"\['items'\] are none of the tables \['user', 'item'\]",
+            r"\['items'\] are not among the tables \['user', 'item'\]",
         ),
         (Towers, [["user"], ["user", "item"]], "col", "each name must be in one group only"),
         (Towers, [[]], "col", 'must be "table", or groups of names'),
