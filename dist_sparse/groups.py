@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from dist_sparse.checks import digest, encode, number
 from dist_sparse.messages import (
@@ -100,8 +99,7 @@ class Facts(dict[str, Json]):
 
 
 class _Sent(threading.local):
-    """Counts of each thread: the collectives of save_async(), which has its own thread, are not
-    part of a mask update."""
+    """Counts of each thread: save_async() has its own, which is not part of a mask update."""
 
     collectives = 0
     bytes = 0
@@ -169,15 +167,13 @@ def weights_are_on(device: torch.device) -> None:
 
 
 def several(ranks: Iterable[int]) -> tuple[int, ...] | None:
-    """Return global ranks as the package represents them: a tuple in group order, or None for a
-    single rank, which is a world of one."""
+    """Return global ranks as a tuple in group order; None for a single rank, a world of one."""
     held = tuple(ranks)
     return held if len(held) > 1 else None
 
 
 def world_ranks() -> tuple[int, ...] | None:
-    """Return all global ranks, or None when torch.distributed is not in use or the world is this
-    process alone."""
+    """Return all global ranks; None without torch.distributed, or for a process alone."""
     return several(range(dist.get_world_size())) if dist.is_initialized() else None
 
 
@@ -253,7 +249,7 @@ class Group:
         if not any(lengths):
             return [part] * self.size
         # all_gather() takes tensors of one shape, so shorter ones are padded.
-        rows = self.all_gather(functional.pad(part, (0, max(lengths) - part.shape[-1])))
+        rows = self.all_gather(torch.nn.functional.pad(part, (0, max(lengths) - part.shape[-1])))
         return [row[..., :length] for row, length in zip(rows, lengths, strict=True)]
 
     def all_to_all(self, packed: Tensor, lengths: list[int], sizes: list[int]) -> Tensor:
@@ -462,27 +458,25 @@ class RankGroup(Group):
         Raises:
             Lost: another rank does not connect, now or earlier.
         """
-        if not self._is_dead:
-            is_world = self.ranks == world_ranks()
-            if not is_world:
-                # The names of smaller groups follow from the number of groups. The old name would
-                # lead to old addresses, so a group of this rank alone takes it.
-                dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-            # Until the ranks have met here.
-            self._is_dead = True
-            try:
-                met = _connect(self.ranks, self.apart, min(_timeout, _RECONNECTS))
-            except RuntimeError as fault:
-                raise Lost(f"A rank of {ranks_text(self.ranks)} does not connect.") from fault
-            self._is_dead = False
-            connected = _connect(self.ranks, self.apart, _timeout)
-            # Gloo's threads wake up a hundred times a second as long as a group exists. A smaller
-            # one stays, so that no later group takes its name.
-            if is_world:
-                dist.destroy_process_group(met)
-            return connected
-        held = ranks_text(self.ranks)
-        raise Lost(f"The connections between {held} are lost: resume from a checkpoint.")
+        if self._is_dead:
+            held = ranks_text(self.ranks)
+            raise Lost(f"The connections between {held} are lost: resume from a checkpoint.")
+        is_world = self.ranks == world_ranks()
+        if not is_world:
+            # The number of groups names a smaller one, and the old name leads to old addresses.
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        # Until the ranks have met here.
+        self._is_dead = True
+        try:
+            met = _connect(self.ranks, self.apart, min(_timeout, _RECONNECTS))
+        except RuntimeError as fault:
+            raise Lost(f"A rank of {ranks_text(self.ranks)} does not connect.") from fault
+        self._is_dead = False
+        connected = _connect(self.ranks, self.apart, _timeout)
+        if is_world:
+            # Gloo's threads wake up 100 times a second. A smaller group stays, for the number.
+            dist.destroy_process_group(met)
+        return connected
 
 
 @contextmanager

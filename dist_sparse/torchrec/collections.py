@@ -631,8 +631,7 @@ class ShardedTables(UnshardedTables):
         # TorchRec has one lookup for each sharding, and one kernel for each of its table groups, in
         # the same order: the views of this rank come in the order of its rectangles.
         for kernel in self._torchrec_kernels():
-            # Others are refused by locate(). Reading key-value or virtual tables would allocate all
-            # of their weights.
+            # locate() refuses others. Reading key-value or virtual tables would allocate them.
             if set(_compute_kernels(kernel)) <= set(_KERNELS):
                 views = kernel.emb_module.split_embedding_weights()
                 for config, view in zip(kernel._config.embedding_tables, views, strict=True):
@@ -681,8 +680,8 @@ def _refuse_unknown_storage(name: str, config: Any, copied: bool) -> None:
 
 
 def _shape(config: Any) -> tuple[int, int]:
-    # Data-parallel tables have none.
     if config.global_metadata is None:
+        # A data-parallel table.
         return config.local_rows, config.local_cols
     rows, cols = config.global_metadata.size
     return rows, cols
