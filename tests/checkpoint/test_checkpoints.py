@@ -179,11 +179,14 @@ def another(kind: str) -> dict[str, Any]:
         (
             "dtype",
             (
-                r"'model.0.weight' was saved with shape \(50, 8\) and torch.float32, and is .*"
-                r" torch.float64 now"
+                r"'model.0.weight' was saved with shape \(50, 8\) and torch.float32, and now has .*"
+                r" torch.float64"
             ),
         ),
-        ("shape", r"'model.0.weight' was saved with shape \(50, 8\) and .* of shape \(51, 8\)"),
+        (
+            "shape",
+            r"'model.0.weight' was saved with shape \(50, 8\) and .* now has shape \(51, 8\)",
+        ),
         ("dense", r"'sparse.* of the checkpoint would be dropped"),
     ],
 )
