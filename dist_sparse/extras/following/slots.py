@@ -620,7 +620,7 @@ def _find_tables(
     checks.refuse(
         {
             "The model has no tables of following() or follow_kept_rows().": not tables,
-            f"Invalid protect_ids: {unknown} are none of the tables {sorted(tables)}.": unknown,
+            f"Invalid protect_ids: {unknown} are not among the tables {sorted(tables)}.": unknown,
         }
     )
     return list(tables.values())

@@ -107,7 +107,7 @@ def check_candidate(model: nn.Module, candidate: Candidate, located: Located) ->
     unknown = sorted({*candidate.alone, *candidate.levels} - located.keys())
     if unknown:
         raise ValueError(
-            f"{unknown} of the candidate are none of the model's tables {sorted(located)}."
+            f"{unknown} of the candidate are not among the model's tables {sorted(located)}."
         )
     if candidate.groups:
         _check_rotated(model, candidate, located)

@@ -211,7 +211,7 @@ def test_errors() -> None:
         ),
         (
             Candidate(levels={"users": 0.5}),
-            r"\['users'\] of the candidate are none of the model's tables \['item'",
+            r"\['users'\] of the candidate are not among the model's tables \['item'",
         ),
         (
             Candidate(columns=0.5),
