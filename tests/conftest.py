@@ -36,6 +36,7 @@ LONG = [
     "extras/following/test_compact.py",
     "extras/following/test_sharded.py",
     "dist/test_remove_attacks.py",
+    "test_extras.py",
     "dist/test_enforce.py",
     "examples/test_dlrm.py",
     "launch/test_signals.py",
