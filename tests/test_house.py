@@ -52,17 +52,17 @@ LIMITS = {
     "walks of export()": 2,
     "names on the first screen": 20,
     # Calls of the package's functions on one of two ranks: of a model with two tables.
-    "calls of sparsify()": 1265,
-    "calls of an update": 924,
+    "calls of sparsify()": 1257,
+    "calls of an update": 922,
     "calls of forward and backward after an update": 204,
     "calls of forward and backward": 85,
     "calls of save()": 821,
-    "calls of resume_latest()": 2683,
+    "calls of resume_latest()": 2672,
     "calls of state_dict()": 359,
-    "calls of load_state_dict()": 1603,
-    "calls of export()": 1418,
+    "calls of load_state_dict()": 1592,
+    "calls of export()": 1410,
     "calls of a served lookup": 22,
-    "calls of compact()": 1949,
+    "calls of compact()": 1947,
     "calls of a forward of a compact model": 15,
 }
 NO_EXAMPLE = {
