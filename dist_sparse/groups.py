@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse.checks import digest, encode, number
+from dist_sparse.group_names import named_by_ranks
 from dist_sparse.messages import (
     MOST_SHOWN,
     cut,
@@ -461,10 +462,6 @@ class RankGroup(Group):
         if self._is_dead:
             held = ranks_text(self.ranks)
             raise Lost(f"The connections between {held} are lost: resume from a checkpoint.")
-        is_world = self.ranks == world_ranks()
-        if not is_world:
-            # The number of groups names a smaller one, and the old name leads to old addresses.
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         # Until the ranks have met here.
         self._is_dead = True
         try:
@@ -473,9 +470,8 @@ class RankGroup(Group):
             raise Lost(f"A rank of {ranks_text(self.ranks)} does not connect.") from fault
         self._is_dead = False
         connected = _connect(self.ranks, self.apart, _timeout)
-        if is_world:
-            # Gloo's threads wake up 100 times a second. A smaller group stays, for the number.
-            dist.destroy_process_group(met)
+        # The threads of an open group of gloo wake up a hundred times a second.
+        dist.destroy_process_group(met)
         return connected
 
 
@@ -657,9 +653,10 @@ def _connect(ranks: tuple[int, ...], apart: str | None, timeout: timedelta) -> d
     # all ranks of the world.
     splits = smaller and _bound_device() is not None
     backend = "gloo" if splits or apart is not None else None
-    made: dist.ProcessGroup = dist.new_group(
-        list(ranks), timeout, backend, use_local_synchronization=smaller
-    )
+    with named_by_ranks(ranks, apart) if smaller else nullcontext():
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout, backend, use_local_synchronization=smaller
+        )
     return made
 
 

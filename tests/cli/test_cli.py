@@ -286,7 +286,7 @@ def test_plan_of_a_module(
         ),
         (
             ["plan", "{model}:driving", "--budget", "1%", "--rotate", "x"],
-            "of the tables ['a\\x1b[2J']",
+            "among the tables ['a\\x1b[2J']",
         ),
         (["merge", "{model}", "{model}", "--out", "{model}"], "merge: Invalid --out='"),
     ],

@@ -269,3 +269,18 @@ def test_new_connections_leave_no_group_open() -> None:
                 raise MemoryError("mine")
             group.all_reduce(torch.ones(1))
     assert len([*threads.iterdir()]) == before
+
+
+@on_ranks(3)
+def test_groups_that_overlap_connect_in_any_order() -> None:
+    """torch names them by the number of a rank's groups, which differs between ranks."""
+    rank = dist.get_rank()
+    for ranks in ((0, 1), (1, 2), (0, 2)):
+        if rank in ranks:
+            group = group_over(ranks)
+            assert group.all_gather(torch.tensor(rank)).tolist() == [*ranks]
+    # Of the library, and of the user.
+    assert world_group().all_gather(torch.tensor(rank)).tolist() == [0, 1, 2]
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group([0, 1, 2]))
+    assert total == 3
