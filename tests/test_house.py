@@ -59,7 +59,7 @@ LIMITS = {
     "calls of save()": 821,
     "calls of resume_latest()": 2672,
     "calls of state_dict()": 359,
-    "calls of load_state_dict()": 1592,
+    "calls of load_state_dict()": 1602,
     "calls of export()": 1410,
     "calls of a served lookup": 22,
     "calls of compact()": 1947,
