@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import _world as groups_of_torch
 
 __all__ = ["named_by_ranks"]
 
@@ -25,14 +24,16 @@ class _Next(threading.local):
 
 
 _next = _Next()
-_name_by_torch = distributed_c10d._hash_ranks_to_str
+_name_by_torch: Any = distributed_c10d._process_group_name
 
 
-def _name(ranks: list[int]) -> str:
-    return _next.name or str(_name_by_torch(ranks))
+def _name(ranks: Any, use_hashed_name: bool) -> str:
+    # The function of torch counts the group too: in a name of ours it must not.
+    name: str = _next.name or _name_by_torch(ranks, use_hashed_name)
+    return name
 
 
-distributed_c10d._hash_ranks_to_str = _name
+distributed_c10d._process_group_name = _name  # type: ignore[assignment]
 
 
 @contextmanager
@@ -56,9 +57,7 @@ def named_by_ranks(ranks: tuple[int, ...], apart: str | None) -> Iterator[None]:
     _named[ranks, apart] = world, number + 1
     text = f"dist_sparse {ranks} {apart} {number}"
     _next.name = hashlib.sha256(text.encode()).hexdigest()
-    count = groups_of_torch.group_count
     try:
         yield
     finally:
         _next.name = None
-        groups_of_torch.group_count = count

@@ -230,7 +230,8 @@ def _touched(found: Mapping[str, Any], data: ShardedData, rect: Rect) -> Tensor:
     shard = _shard_at(data, rect)
     if shard is None:
         return torch.zeros(rect.rows, dtype=torch.bool)
-    return read_rows(data, found[data.name])[rect].cpu()
+    flags: Tensor = found[data.name][shard].touched()
+    return data.with_padding(data.shards[shard], flags).cpu()
 
 
 def _often(

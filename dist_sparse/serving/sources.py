@@ -319,7 +319,7 @@ def registered_tables(
         if not is_same:
             raise ValueError(
                 f"The sparsifier's {name!r} is not one of the model's tables {sorted(tables)}, or"
-                " another tensor: export the whole model that was sparsified."
+                " is another tensor: export the whole model that was sparsified."
             )
     return registered
 
