@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -654,10 +654,9 @@ def _connect(ranks: tuple[int, ...], apart: str | None, timeout: timedelta) -> d
     splits = smaller and _bound_device() is not None
     backend = "gloo" if splits or apart is not None else None
     with named_by_ranks(ranks, apart) if smaller else nullcontext():
-        made: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout, backend, use_local_synchronization=smaller
-        )
-    return made
+        # torch 2.14 types it as a group, or the number that ranks outside get; this rank is inside.
+        made: Any = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=smaller)
+    return cast(dist.ProcessGroup, made)
 
 
 def world_group(apart: str | None = None) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,21 +16,58 @@ from dist_sparse import extras
 
 ROOT = Path(__file__).parents[1]
 NAMES = [module.name for module in iter_modules(extras.__path__)]
-FOLDERS = ("dist_sparse", "launch", "tests", "examples", "benchmarks", "docs", "requirements")
+FOLDERS = (
+    ".ci",
+    "dist_sparse",
+    "launch",
+    "tests",
+    "examples",
+    "benchmarks",
+    "docs",
+    "requirements",
+)
 FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")
 
-# What meets extras most: the command line, plans, training, exports and compact models.
-CORE = ["cli", "planning", "training", "serving/test_export.py", "compaction/test_compact.py"]
+# The guides of each extra in docs/; docs/api has one page more with its name.
+GUIDES = {
+    "codes": ["codes"],
+    "device": ["cuda"],
+    "following": ["following"],
+    "frontier": ["frontier"],
+    "guard": ["guard"],
+    "lightning": ["lightning"],
+    "optim": ["optim_scheduler"],
+    "report": ["report", "dashboards"],
+    "rotation": ["columns", "tutorial"],
+}
+
+# What meets extras most: pages, the command line, plans, training, exports and compact models.
+CORE = [
+    *("cli", "compaction/test_compact.py", "docs", "planning", "serving/test_export.py"),
+    *("test_house.py", "training"),
+]
+
+
+def delete_pages(folder: Path, names: list[str]) -> None:
+    """Delete pages from the documentation of a copy, with the links to them."""
+    for name in names:
+        (folder / "docs" / f"{name}.md").unlink(missing_ok=True)
+        contents = folder / "mkdocs.yml"
+        contents.write_text(re.sub(rf"^ *- {name}\.md\n", "", contents.read_text(), flags=re.M))
+    linked = rf"\[([^\]]*)\]\((?:\.\./|docs/)?(?:{'|'.join(names)})\.md[^)]*\)"
+    for page in [folder / "README.md", folder / "CHANGELOG.md", *(folder / "docs").rglob("*.md")]:
+        page.write_text(re.sub(linked, r"\1", page.read_text()))
 
 
 def copy_without(folder: Path, *deleted: str) -> Path:
-    """Copy the checkout without some extras and their tests."""
+    """Copy the checkout without some extras, their tests and their pages."""
     for name in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in FILES:
         shutil.copy(ROOT / name, folder)
     for name in deleted:
+        delete_pages(folder, [*GUIDES[name], f"api/{name}"])
         shutil.rmtree(folder / "dist_sparse" / "extras" / name)
         shutil.rmtree(folder / "tests" / "extras" / name, ignore_errors=True)
     return folder

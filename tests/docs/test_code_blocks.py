@@ -213,6 +213,8 @@ def test_pages_say_how_to_activate_the_environment_before_its_command(file: Path
 
 @pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/tutorial.md"])
 def test_first_pages_import_no_inner_module(name: str) -> None:
+    if not (ROOT / name).exists():
+        pytest.skip("it was deleted with its extra")
     text = (ROOT / name).read_text()
     assert (
         re.findall(r"^(?:from|import) dist_sparse\.(?!extras)\w+\.\w+.*", text, re.MULTILINE) == []
@@ -277,7 +279,7 @@ def test_the_design_lists_the_modules() -> None:
     cells = [line.split("|")[1] for table in tables for line in table.splitlines()]
     listed = []
     for name in re.findall(r"`([\w.]+)`", "".join(cells)):
-        extra = re.match(r"extras\.(\w+)\.", name)
+        extra = re.match(r"extras\.(\w+)", name)
         # An extra may have been deleted.
         if extra is None or (package / "extras" / extra[1]).exists():
             listed.append(name)

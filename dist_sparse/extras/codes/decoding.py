@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -233,7 +233,9 @@ def _replace_output(
         return None
     with torch.no_grad():
         decoded = decode(args, kwargs, output).view(output.shape).to(output.dtype)
-    return _StraightThrough.apply(output, decoded, commitment)  # type: ignore[no-untyped-call]
+    # torch 2.13 has no types for it.
+    function = cast(Any, _StraightThrough)
+    return function.apply(output, decoded, commitment)
 
 
 def _refuse_commitment(name: str, tables: Collection, kernel: LookupKernel) -> None:

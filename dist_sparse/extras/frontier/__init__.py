@@ -4,7 +4,7 @@ Names are loaded when they are first used: ``dist-sparse --help`` imports this p
 torch. ``__init__.pyi`` has the types.
 """
 
-from importlib import import_module
+from dist_sparse.lazy import loaded_when_used
 
 _MODULE_OF = {
     "BUDGETS": "methods",
@@ -16,14 +16,4 @@ _MODULE_OF = {
 }
 
 __all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = loaded_when_used(__name__, _MODULE_OF)
