@@ -110,14 +110,42 @@ def _job_name(target: str) -> str:
 class Parser(argparse.ArgumentParser):
     """Parser whose errors are two lines: the mistake, and the command that shows the options."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # As from Python 3.14 on: "-5%" is a value, which its option can refuse with its own rule.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._refuse_misspelled(sys.argv[1:] if args is None else args)
         options, unknown = super().parse_known_args(args, namespace)
         # A subcommand refuses its own unknown words. argparse passes them up to the main parser,
         # whose error could only suggest the main parser's options.
         if unknown:
-            hint = _closest(unknown[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {unknown[0]}{hint}")
+            self._refuse_unknown(unknown[0])
         return options, unknown
+
+    def _refuse_misspelled(self, words: Sequence[str]) -> None:
+        """Refuse the first unknown `--option`. argparse reports missing arguments first, and
+        `--budgt 5%` is a missing `--budget` to it."""
+        takes_rest = any(
+            action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions
+        )
+        left = iter(words)
+        for word in left:
+            flag, equals, _ = word.partition("=")
+            action = self._option_string_actions.get(flag)
+            if action is not None and action.nargs != 0 and not equals:
+                # Its value.
+                next(left, None)
+            elif word == "--" or (not word.startswith("-") and takes_rest):
+                # The rest belongs to a subcommand or a script.
+                return
+            elif action is None and word.startswith("--"):
+                self._refuse_unknown(word)
+
+    def _refuse_unknown(self, word: str) -> NoReturn:
+        hint = closest(word.partition("=")[0], self._option_string_actions)
+        self.error(f"unrecognized arguments: {word}{hint}")
 
     # From Python 3.14 on, `suggest_on_error=True` does the same.
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -125,7 +153,7 @@ class Parser(argparse.ArgumentParser):
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
             assert action.choices is not None
-            error.message += _closest(str(value), map(str, action.choices))
+            error.message += closest(str(value), map(str, action.choices))
             raise
 
     def error(self, message: str) -> NoReturn:
@@ -137,7 +165,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{text}\nUsage and options: {self.prog} --help\n")
 
 
-def _closest(word: str, known: Iterable[str]) -> str:
+def closest(word: str, known: Iterable[str]) -> str:
     """Return the end of an error that names the closest known word; empty if none is close."""
     return "".join(f"; did you mean {close}?" for close in get_close_matches(word, known, 1, 0.7))
 

@@ -46,7 +46,8 @@ from dist_sparse.tables.shards import (
     whole,
 )
 
-BlockShape = tuple[int | str, int | str] | str
+# Text such as "1x4" works too, but no type tells it from a typo.
+BlockShape = tuple[int | str, int | str] | Literal["row", "col"]
 Norm = Literal["L1", "L2", "l1", "l2"]
 Scope = Literal["table", "global"]
 SCOPES = get_args(Scope)

@@ -479,7 +479,7 @@ def test_the_documented_use_is_typed(tmp_path: Path) -> None:
         "from dist_sparse.serving.served import Served\n"
         "served = load_served('served', unknown='raise')\n"
         "assert_type(served, Served)\n"
-        "served(torch.tensor([7]), torch.tensor([1]))\n"
+        "assert_type(served(torch.tensor([7]), torch.tensor([1])), torch.Tensor)\n"
         "served.apply_delta('delta').to_pt2('served.pt2')\n"
         "unknown: dict[str, int] = served.unknown\n"
         "collections = load_served(['served', 'delta'], by_path=True)\n"
