@@ -116,36 +116,20 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._refuse_misspelled(sys.argv[1:] if args is None else args)
-        options, unknown = super().parse_known_args(args, namespace)
+        # argparse reports missing arguments first, and `--budgt 5%` is a missing `--budget` to it:
+        # a first pass misses none, and finds unknown words alone.
+        required = [action for action in self._actions if action.required]
+        for action in required:
+            action.required = False
+        _, unknown = super().parse_known_args(args)
         # A subcommand refuses its own unknown words. argparse passes them up to the main parser,
         # whose error could only suggest the main parser's options.
         if unknown:
-            self._refuse_unknown(unknown[0])
-        return options, unknown
-
-    def _refuse_misspelled(self, words: Sequence[str]) -> None:
-        """Refuse the first unknown `--option`. argparse reports missing arguments first, and
-        `--budgt 5%` is a missing `--budget` to it."""
-        takes_rest = any(
-            action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions
-        )
-        left = iter(words)
-        for word in left:
-            flag, equals, _ = word.partition("=")
-            action = self._option_string_actions.get(flag)
-            if action is not None and action.nargs != 0 and not equals:
-                # Its value.
-                next(left, None)
-            elif word == "--" or (not word.startswith("-") and takes_rest):
-                # The rest belongs to a subcommand or a script.
-                return
-            elif action is None and word.startswith("--"):
-                self._refuse_unknown(word)
-
-    def _refuse_unknown(self, word: str) -> NoReturn:
-        hint = closest(word.partition("=")[0], self._option_string_actions)
-        self.error(f"unrecognized arguments: {word}{hint}")
+            hint = closest(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {unknown[0]}{hint}")
+        for action in required:
+            action.required = True
+        return super().parse_known_args(args, namespace)
 
     # From Python 3.14 on, `suggest_on_error=True` does the same.
     def _check_value(self, action: argparse.Action, value: Any) -> None:
