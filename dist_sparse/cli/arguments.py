@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_sparse import checks
+from dist_sparse.launch.__main__ import closest
 
 
 class UsageError(ValueError):
@@ -174,9 +175,13 @@ def _import_function(entry: str) -> Callable[..., Any]:
     if parts is None:
         raise EntryError("must be package.module:function or file.py:function.")
     where, name = parts.groups()
-    function: Callable[..., Any] | None = _call_user_code(_load_names, where).get(name)
+    if where.endswith(".py") and not os.path.isfile(where):
+        raise EntryError("there is no such file.")
+    names = _call_user_code(_load_names, where)
+    function: Callable[..., Any] | None = names.get(name)
     if not callable(function):
-        raise EntryError(f"{where} has no function {name!r}.")
+        functions = [known for known, value in names.items() if callable(value)]
+        raise EntryError(f"{where} has no function {name!r}{closest(name, functions) or '.'}")
     # bind() accepts parameters that have defaults.
     try:
         inspect.signature(function).bind()

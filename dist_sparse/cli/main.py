@@ -179,7 +179,8 @@ def _merge(options: argparse.Namespace) -> int:
     from dist_sparse.serving.manifest import summary
 
     manifest = merge(options.folder, *options.deltas, out=options.out)
-    return print_text(f"{options.out}\n{summary(manifest)}")
+    text = f"{options.out}\n{summary(manifest)}"
+    return print_result(options, json.loads(manifest.to_text()), text)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -283,6 +284,7 @@ Needs torch, no model.
             _ARTIFACT,
             _DELTAS,
             option("--out", help="the new folder", metavar="DIR", required=True),
+            JSON,
         ],
     ),
 ]

@@ -110,14 +110,26 @@ def _job_name(target: str) -> str:
 class Parser(argparse.ArgumentParser):
     """Parser whose errors are two lines: the mistake, and the command that shows the options."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # As from Python 3.14 on: "-5%" is a value, which its option can refuse with its own rule.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options, unknown = super().parse_known_args(args, namespace)
+        # argparse reports missing arguments first, and `--budgt 5%` is a missing `--budget` to it:
+        # a first pass misses none, and finds unknown words alone.
+        required = [action for action in self._actions if action.required]
+        for action in required:
+            action.required = False
+        _, unknown = super().parse_known_args(args)
         # A subcommand refuses its own unknown words. argparse passes them up to the main parser,
         # whose error could only suggest the main parser's options.
         if unknown:
-            hint = _closest(unknown[0].partition("=")[0], self._option_string_actions)
+            hint = closest(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {unknown[0]}{hint}")
-        return options, unknown
+        for action in required:
+            action.required = True
+        return super().parse_known_args(args, namespace)
 
     # From Python 3.14 on, `suggest_on_error=True` does the same.
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -125,7 +137,7 @@ class Parser(argparse.ArgumentParser):
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
             assert action.choices is not None
-            error.message += _closest(str(value), map(str, action.choices))
+            error.message += closest(str(value), map(str, action.choices))
             raise
 
     def error(self, message: str) -> NoReturn:
@@ -137,7 +149,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{text}\nUsage and options: {self.prog} --help\n")
 
 
-def _closest(word: str, known: Iterable[str]) -> str:
+def closest(word: str, known: Iterable[str]) -> str:
     """Return the end of an error that names the closest known word; empty if none is close."""
     return "".join(f"; did you mean {close}?" for close in get_close_matches(word, known, 1, 0.7))
 

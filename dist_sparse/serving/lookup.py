@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,17 @@ class JaggedRows(NamedTuple):
     offsets: Tensor
     counts: Tensor
     weights: Tensor | None = None
+
+
+class LookupCall(Protocol):
+    """The type of a call of a served module, which torch types as Any for every module."""
+
+    @overload
+    def __call__(
+        self, ids: Tensor, lengths: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor: ...
+    @overload
+    def __call__(self, ids: Any) -> Any: ...
 
 
 class WeightsRule(NamedTuple):

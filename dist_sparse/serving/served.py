@@ -40,6 +40,7 @@ from dist_sparse.serving.lookup import (
     FbgemmLookup,
     JaggedRows,
     LibtorchLookup,
+    LookupCall,
     QuantizedCollection,
     RowLookup,
     StoredTable,
@@ -350,6 +351,8 @@ class Served(nn.Module):
         outputs: keys of the results, in the same order.
         dims: columns of the results, likewise.
     """
+
+    __call__: LookupCall
 
     def __init__(
         self, manifest: Manifest, collection: Collection, lookup: ServedLookup, deltas: Deltas

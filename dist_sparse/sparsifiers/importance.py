@@ -110,7 +110,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         self,
         data_list: Iterable[tuple[str, Any]] | None = None,
         sparsity_level: float = 0.5,
-        sparse_block_shape: BlockShape = (1, ROW),
+        sparse_block_shape: BlockShape | str = (1, ROW),
         zeros_per_block: int | None = None,
         norm: Norm = "L2",
         *,

@@ -46,7 +46,8 @@ from dist_sparse.tables.shards import (
     whole,
 )
 
-BlockShape = tuple[int | str, int | str] | str
+# sparsify() takes text such as "1x4" too, but no type tells it from a typo.
+BlockShape = tuple[int | str, int | str] | Literal["row", "col"]
 Norm = Literal["L1", "L2", "l1", "l2"]
 Scope = Literal["table", "global"]
 SCOPES = get_args(Scope)
@@ -111,7 +112,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         self,
         data_list: Iterable[tuple[str, Any]] | None = None,
         sparsity_level: float = 0.5,
-        sparse_block_shape: BlockShape = (1, 4),
+        sparse_block_shape: BlockShape | str = (1, 4),
         zeros_per_block: int | None = None,
         **defaults: Any,
     ) -> None:
@@ -443,7 +444,7 @@ class DataNormSparsifier(ScoreSparsifier):
         self,
         data_list: Iterable[tuple[str, Any]] | None = None,
         sparsity_level: float = 0.5,
-        sparse_block_shape: BlockShape = (1, 4),
+        sparse_block_shape: BlockShape | str = (1, 4),
         zeros_per_block: int | None = None,
         norm: Norm = "L1",
     ) -> None:

@@ -39,10 +39,13 @@ _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Accept two spaces of indentation in lists, as code hosts do; Python-Markdown wants four. Show
-    version and licence in the footer."""
+    version and licence in the footer, with a link to the repository once a release has named it."""
     config.markdown_extensions.insert(0, _TwoSpaces())  # type: ignore[arg-type]
     about = tomllib.loads((_root(config) / "pyproject.toml").read_text())["project"]
-    config.copyright = f"{about['name']} {about['version']}, {about['license']}"
+    version, repository = f"{about['name']} {about['version']}", about["urls"]["Repository"]
+    if ".invalid/" not in repository:
+        version = f'<a href="{repository}">{version}</a>'
+    config.copyright = f"{version}, {about['license']}"
     return config
 
 

@@ -19,20 +19,19 @@ def tables_table(tables: Sequence[TableRow]) -> str:
         "rows x dim",
         "sharding",
         "blocks",
-        "level",
         "sparsity",
         "mask bytes",
         "bytes kept",
     )
     lines = []
     for table in tables:
-        sparsity = ["-", "-", "-"]
+        sparsity = ["-", "-"]
         if table.blocks:
             share = table.removed_blocks / table.blocks
-            sparsity = [count(table.blocks), f"{table.target:.4f}", f"{share:.4f}"]
+            sparsity = [count(table.blocks), f"{share:.4f}"]
         name = [table.name, f"{count(table.shape[0])} x {table.shape[1]}", table.sharding]
         lines.append([*name, *sparsity, count(table.mask_bytes), count(table.kept_bytes)])
-    return "\n".join(table_lines(head, lines, right=(1, 3, 4, 5, 6, 7)))
+    return "\n".join(table_lines(head, lines, right=(1, 3, 4, 5, 6)))
 
 
 def runs_table(results: Sequence[Result]) -> str:

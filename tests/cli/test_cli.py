@@ -68,6 +68,18 @@ def test_alone_it_prints_its_help(words: list[str], capsys: pytest.CaptureFixtur
         (["launch", "--nprocs=2", "a.py"], "arguments: --nprocs=2; did you mean --nproc?"),
         (["plan", "f.py:f", "--budget", "80"], "No table fits in 80 bytes. Did you mean 80%?"),
         (
+            ["plan", "f.py:f", "--budget", "-5%"],
+            "argument --budget: Invalid budget='-5%': must be bytes (an int >= 0), a fraction",
+        ),
+        (["plan", "f.py:f", "--budget"], "argument --budget: expected one argument\n"),
+        (
+            ["plan", "f.py:f", "--budgt", "5%"],
+            "plan: error: unrecognized arguments: --budgt; did you mean --budget?",
+        ),
+        (["merge", "--oot=x"], "unrecognized arguments: --oot=x; did you mean --out?"),
+        (["--vresion"], "unrecognized arguments: --vresion; did you mean --version?"),
+        (["launch", "--nprocs", "2"], "arguments: --nprocs; did you mean --nproc?"),
+        (
             ["launch", "torchrun"],
             "launch torchrun: error: the following arguments are required: SCRIPT",
         ),
@@ -318,10 +330,8 @@ def test_a_failure_is_one_sentence_and_1(
             "it failed at model_of_test_cli.py:27 with ValueError: of the user's own",
         ),
         ("{model}:parsing", "it failed at model_of_test_cli.py:30 with SystemExit: 2"),
-        (
-            "{model}x.py:one",
-            "it failed with FileNotFoundError: [Errno 2] No such file or directory: ",
-        ),
+        ("{model}:brokne", "has no function 'brokne'; did you mean broken?"),
+        ("{model}x.py:one", "there is no such file."),
         (
             "no_such_module.at_all:one",
             "it failed with ModuleNotFoundError: No module named 'no_such_module'",

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+import yaml
 
 from .jobs import ROOT, finish, job, script
 
@@ -23,7 +25,12 @@ def clone(folder: Path) -> Path:
     """A copy of what a build reads: a build leaves files behind."""
     for name in ("dist_sparse", "launch"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", *(file.name for file in ROOT.glob("LICENSE*"))):
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        *(file.name for file in ROOT.glob("LICENSE*")),
+    ):
         shutil.copy(ROOT / name, folder)
     return folder
 
@@ -47,6 +54,49 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         if file.is_file() and "__pycache__" not in file.parts
     ]
     assert found == {file.relative_to(ROOT).as_posix(): file.read_bytes() for file in package}
+
+
+@pytest.mark.slow
+def test_the_description_has_no_relative_link(wheel: Path) -> None:
+    """On a package index it would lead nowhere."""
+    with zipfile.ZipFile(wheel) as files:
+        [name] = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
+        found = message_from_bytes(files.read(name))
+    [url] = found.get_all("Project-URL", [])
+    repository = url.removeprefix("Repository, ")
+    text = found.get_payload()
+    assert isinstance(text, str) and found["Description-Content-Type"] == "text/markdown"
+    targets = re.findall(r"\]\(([^)#][^)]*)\)", text)
+    assert len(targets) > 20 and all(target.startswith("https://") for target in targets)
+    at = f"v{found['Version']}"
+    assert "](#try-it)" in text and f"]({repository}/blob/{at}/docs/quickstart.md)" in text
+    assert f"]({repository}/raw/{at}/docs/images/report.png)" in text
+
+
+def test_one_line_names_the_repository() -> None:
+    """A release fills it in."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    files = [
+        *(ROOT / name for name in ("pyproject.toml", "setup.py", "mkdocs.yml", "CITATION.cff")),
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "dist_sparse").rglob("*.py"),
+    ]
+    naming = [file.name for file in files if urls["Repository"] in file.read_text()]
+    assert naming == ["pyproject.toml"]
+
+
+def test_hooks_and_workflow_run_what_make_does() -> None:
+    """What checks a commit elsewhere can't drift from `make lint` and `.ci/run`."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step] == [
+        ".ci/run"
+    ]
+    [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    for hook in local["hooks"]:
+        command = hook["entry"].replace(".venv/bin", "$(BIN)").removesuffix(" --force-exclude")
+        assert f"\t{command}\n" in lint
 
 
 @pytest.mark.slow
@@ -78,6 +128,7 @@ def test_make_setup_installs_every_extra() -> None:
         re.split(r"[^\w.-]", each, maxsplit=1)[0] for extra in extras.values() for each in extra
     }
     wanted -= {"dist_sparse"}  # the extra `all` names others
+    wanted -= {"mlflow", "wandb"}  # tested with a module that notes what is called
     assert wanted - set(pins) == {"fbgemm-gpu"} and "fbgemm-gpu-cpu" in pins
     assert len(pins) == len(set(pins))
 

@@ -475,11 +475,11 @@ def test_the_documented_use_is_typed(tmp_path: Path) -> None:
     script.write_text(
         "from typing import Literal, assert_type\n"
         "import torch\n"
-        "from dist_sparse import load_served\n"
+        "from dist_sparse import load_served, sparsify\n"
         "from dist_sparse.serving.served import Served\n"
         "served = load_served('served', unknown='raise')\n"
         "assert_type(served, Served)\n"
-        "served(torch.tensor([7]), torch.tensor([1]))\n"
+        "assert_type(served(torch.tensor([7]), torch.tensor([1])), torch.Tensor)\n"
         "served.apply_delta('delta').to_pt2('served.pt2')\n"
         "unknown: dict[str, int] = served.unknown\n"
         "collections = load_served(['served', 'delta'], by_path=True)\n"
@@ -487,6 +487,12 @@ def test_the_documented_use_is_typed(tmp_path: Path) -> None:
         "collections['user'](torch.tensor([7]), torch.tensor([1]))\n"
         "for module in collections.values():\n"
         "    module.apply_delta('delta')\n"
+        "bag = torch.nn.EmbeddingBag(100, 8)\n"
+        "optimizer = torch.optim.SGD(bag.parameters())\n"
+        "sparsify(bag, optimizer, level=0.5, end=1, block='row')\n"
+        "sparsify(bag, optimizer, level=0.5, end=1, block=(1, 4))\n"
+        # --strict reports an ignored error that is none.
+        "sparsify(bag, optimizer, level=0.5, end=1, block='rows')  # type: ignore[arg-type]\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", str(script)],

@@ -421,8 +421,10 @@ def as_text(results: Json) -> str:
     rows = []
     by_status = defaultdict(list)
     for outcome in results["outcomes"]:
-        text = printable(f"{outcome['says']} ({duration(outcome['seconds'])})")
-        rows.append((outcome["check"], outcome["status"], text))
+        text = outcome["says"]
+        if outcome["status"] != "not run":
+            text += f" ({duration(outcome['seconds'])})"
+        rows.append((outcome["check"], outcome["status"], printable(text)))
         by_status[outcome["status"]].append(outcome["check"])
     where = f"on {results['device']}, {number_of(results['nproc'], 'rank')}"
     skipped = len(by_status["not run"])

@@ -8,11 +8,13 @@ from dist_sparse.lazy import loaded_when_used
 
 _MODULE_OF = {
     "ArtifactBytes": "run",
+    "MLflowSink": "run_log",
     "Quality": "run_log",
     "Run": "run",
     "RunLog": "run_log",
     "Sink": "run_log",
     "TensorBoardSink": "run_log",
+    "WandbSink": "run_log",
     "add_artifact": "run",
     "numbers": "summary",
     "read_run": "run",

@@ -14,6 +14,9 @@ from dist_sparse.cli.commands import (
 
 _COMPARISON = "comparison.html"
 
+# dist_sparse.serving.artifact.MANIFEST: that module needs torch.
+_MANIFEST = "manifest.json"
+
 
 def commands() -> list[Command]:
     """Return the commands."""
@@ -91,6 +94,10 @@ def _inspect(options: argparse.Namespace) -> int:
         from dist_sparse.checkpoint.checkpoints import summary
 
         return print_text(summary(folder))
+    if (folder / _MANIFEST).is_file() and not (folder / RUN).is_file():
+        raise ValueError(
+            f"{folder} holds an artifact or a delta, and no run: dist-sparse serve-check shows it."
+        )
     run = read_run(folder)
     return print_result(options, numbers(run), inspect_text(run))
 

@@ -31,6 +31,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -439,7 +440,7 @@ def _refuse_non_number(name: str, value: object) -> None:
 
 
 # ------------------------------------------------------------------------------
-# A sink of a :class:`~dist_sparse.extras.report.RunLog`.
+# Sinks of a :class:`~dist_sparse.extras.report.RunLog`.
 
 
 class TensorBoardSink:
@@ -474,6 +475,76 @@ class TensorBoardSink:
     def close(self) -> None:
         """Write what is buffered and close the files."""
         self._writer.close()
+
+
+class WandbSink:
+    """Logs to Weights & Biases. Its run starts with the first values, on rank 0 alone, and ends
+    with the log.
+
+    Args:
+        **settings: arguments of ``wandb.init``, such as ``project=``.
+
+    Raises:
+        ImportError: wandb is not installed.
+
+    Example::
+
+        >>> from dist_sparse.extras.report import WandbSink
+        >>> sink = WandbSink(project="tables", mode="offline")  # doctest: +SKIP
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        # Now, on every rank, and not when the first values come.
+        self._wandb: Any = import_module("wandb")
+        self._settings = settings
+        self._run: Any = None
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of one step."""
+        if self._run is None:
+            self._run = self._wandb.init(**self._settings)
+            # The horizontal axis. W&B's own counts calls, and ignores a step that decreases: the
+            # values of a mask update may come after later steps.
+            self._run.define_metric("*", step_metric="step")
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._run is not None:
+            self._run.finish()
+
+
+class MLflowSink:
+    """Logs to MLflow. Its run starts with the first values, on rank 0 alone, and ends with the log.
+
+    Args:
+        **settings: arguments of ``mlflow.start_run``, such as ``run_name=``.
+
+    Raises:
+        ImportError: mlflow is not installed.
+
+    Example::
+
+        >>> from dist_sparse.extras.report import MLflowSink
+        >>> sink = MLflowSink(run_name="80% of the rows")  # doctest: +SKIP
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        # Now, on every rank, and not when the first values come.
+        self._mlflow: Any = import_module("mlflow")
+        self._settings = settings
+        self._run: Any = None
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of one step."""
+        if self._run is None:
+            self._run = self._mlflow.start_run(**self._settings)
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        if self._run is not None:
+            self._mlflow.end_run()
 
 
 # ------------------------------------------------------------------------------

@@ -104,6 +104,15 @@ def test_no_code_of_the_current_folder_runs(
     assert not (tmp_path / "pwned").exists()
 
 
+def test_a_check_that_did_not_run_took_no_time() -> None:
+    skipped = {"check": "float16", "status": "not run", "says": "needs a GPU", "seconds": 2e-5}
+    text = selftest.as_text(results({**skipped, "check": "masks", "status": "ok"}, skipped))
+    assert text.splitlines()[-2:] == [
+        "masks    ok       needs a GPU (0.02 ms)",
+        "float16  not run  needs a GPU",
+    ]
+
+
 def results(*outcomes: dict[str, Any]) -> dict[str, Any]:
     passed = all(each["status"] == "ok" for each in outcomes)
     found = {"passed": passed, "device": "cuda", "nproc": 1, "machine": {"torch": "2"}}

@@ -11,6 +11,7 @@ from dist_sparse.checkpoint.storage import MARKER
 from dist_sparse.cli.main import main
 from dist_sparse.extras.report import RunLog
 from dist_sparse.extras.report.folder import RUN
+from dist_sparse.serving.artifact import MANIFEST
 from tests.cli.test_cli import check_wrong, run_code, sentences
 from tests.extras.report.test_run_log import train
 
@@ -23,6 +24,8 @@ from tests.extras.report.test_run_log import train
         ("inspect nothere", "inspect: error: argument RUN: 'nothere' does not exist."),
         ("inspect step-00000001", "argument RUN: 'step-00000001' does not exist."),
         ("report . nothere", "argument RUN: 'nothere' does not exist."),
+        ("report --bogus", "report: error: unrecognized arguments: --bogus\n"),
+        ("report --opne", "report: error: unrecognized arguments: --opne; did you mean --open?"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -42,6 +45,17 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path)]) == 1
     [line] = sentences(capsys.readouterr().err)
     assert "has format 99; this release reads and writes 3" in line
+
+
+def test_inspect_of_an_artifact_names_its_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / MANIFEST).touch()
+    assert main(["inspect", str(tmp_path)]) == 1
+    [line] = sentences(capsys.readouterr().err)
+    assert line.endswith(
+        "holds an artifact or a delta, and no run: dist-sparse serve-check shows it."
+    )
 
 
 def test_runs_are_read_without_torch(tmp_path: Path) -> None:

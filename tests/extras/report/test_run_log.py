@@ -27,7 +27,7 @@ from dist_sparse.extras.report import RunLog
 from dist_sparse.extras.report.charts import charts
 from dist_sparse.extras.report.folder import LINES, LOCK, RUN, read_lines
 from dist_sparse.extras.report.run import read_run
-from dist_sparse.extras.report.run_log import Quality, TensorBoardSink
+from dist_sparse.extras.report.run_log import MLflowSink, Quality, TensorBoardSink, WandbSink
 from dist_sparse.extras.report.writing import write_report
 from tests.extras.report.folders import full_disk
 
@@ -376,6 +376,62 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("loss")] == list(range(9))
     [name] = [tag for tag in events.Tags()["scalars"] if tag.startswith("sparsity/")]
     assert [(event.step, event.value) for event in events.Scalars(name)][-1] == (6, 0.5)
+
+
+class Calls:
+    """A module, or a run of it, that notes the calls of its functions."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.seen.append((name, *args, kwargs) if kwargs else (name, *args))
+            return self
+
+        return called
+
+
+WANDB = [
+    ("init", {"project": "tables"}),
+    ("define_metric", "*", {"step_metric": "step"}),
+    ("log", {"step": 3, "loss": 1.0}),
+    ("log", {"step": 5, "loss": 0.5, "auc": 0.75}),
+    ("finish",),
+]
+MLFLOW = [
+    ("start_run", {"project": "tables"}),
+    ("log_metrics", {"loss": 1.0}, {"step": 3}),
+    ("log_metrics", {"loss": 0.5, "auc": 0.75}, {"step": 5}),
+    ("end_run",),
+]
+
+
+@pytest.mark.parametrize(
+    ("sink", "module", "calls"),
+    [(WandbSink, "wandb", WANDB), (MLflowSink, "mlflow", MLFLOW)],
+    ids=["wandb", "mlflow"],
+)
+def test_trackers(
+    sink: Any,
+    module: str,
+    calls: list[tuple[Any, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their run starts with the first values: other ranks, and logs without any, start none."""
+    tracker = Calls()
+    monkeypatch.setitem(sys.modules, module, tracker)
+    with RunLog(tmp_path / "empty", sinks=[sink(project="tables")]):
+        pass
+    assert tracker.seen == []
+    with RunLog(tmp_path / "run", sinks=[sink(project="tables")]) as log:
+        log.step(3, loss=1.0)
+        log.step(5, loss=0.5, auc=0.75)
+    assert tracker.seen == calls
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=module):
+        sink()
 
 
 def test_validations_of_a_guard_are_logged_and_drawn(tmp_path: Path) -> None:
