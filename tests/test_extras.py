@@ -38,7 +38,7 @@ GUIDES = {
     "lightning": ["lightning"],
     "optim": ["optim_scheduler"],
     "report": ["report", "dashboards"],
-    "rotation": ["columns", "tutorial"],
+    "rotation": ["columns", "two_towers"],
 }
 
 # What meets extras most: pages, the command line, plans, training, exports and compact models.

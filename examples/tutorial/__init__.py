@@ -1,0 +1,1 @@
+"""A DLRM from training under torchrun to a server with two workers."""

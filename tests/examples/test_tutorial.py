@@ -1,0 +1,272 @@
+"""The tutorial: what two ranks train is planned, published and served, and a delta changes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("torchrec")
+pytest.importorskip("dist_sparse.extras.report")
+
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.models.dlrm import DLRM
+
+from dist_sparse import load_served
+from dlrm import movielens
+from dlrm.batches import DataError, Dataset
+from tests.warm import run_ranks_of, run_script
+from tutorial import job, serve
+from tutorial.ask import predict, request_of
+from tutorial.layers import Layers, save_layers
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "tutorial"
+PAGE = ROOT / "docs" / "tutorial.md"
+DOCKERFILE = (FOLDER / "Dockerfile").read_text()
+WORKERS, PATIENCE = 2, 120
+
+
+@pytest.fixture(scope="module")
+def data() -> Dataset:
+    try:
+        return movielens.load(movielens.fetch())
+    except DataError as error:
+        pytest.skip(f"OFFLINE, the tutorial is not tested: {error}")
+
+
+def test_the_layers_equal_torchrecs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=9, embedding_dim=4, feature_names=[name])
+        for name in "ab"
+    ]
+    dlrm = DLRM(EmbeddingBagCollection(tables), 3, [8, 4], [16, 8, 1])
+    ids = KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=torch.tensor([1, 0, 2, 1, 1, 1]))
+    dense = torch.randn(3, 3)
+    save_layers(dlrm, tmp_path / "layers.safetensors")
+    layers = Layers(tmp_path / "layers.safetensors")
+    assert layers.dense_features == 3
+    found = layers(dense, dlrm.sparse_arch(ids))
+    torch.testing.assert_close(found, dlrm(dense, ids).squeeze(1))
+    assert found.abs().min() > 0
+
+
+def test_the_dockerfile_copies_what_exists() -> None:
+    for words in re.findall(r"^COPY (.+)$", DOCKERFILE, re.M):
+        for source in words.split()[:-1]:
+            assert (ROOT / source).exists(), source
+    pins = (ROOT / "requirements" / "common.txt").read_text()
+    pins += (ROOT / "requirements" / "cpu.txt").read_text()
+    for pin in re.findall(r"\b[a-z]+==[\d.]+", DOCKERFILE):
+        assert pin in pins.split(), pin
+
+
+class Running(NamedTuple):
+    """A server as a container has it."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    said: Callable[[str], None]
+
+    def get(self, page: str) -> str:
+        with urlopen(f"{self.address}/{page}") as response:
+            return str(response.read().decode())
+
+    def metrics(self) -> dict[str, int]:
+        return {
+            name.removeprefix("dist_sparse_"): int(number)
+            for name, number in (line.rsplit(" ", 1) for line in self.get("metrics").splitlines())
+        }
+
+
+@contextmanager
+def served(published: Path, folder: Path) -> Iterator[Running]:
+    """Start the server from the files that the image has, by the command that it starts."""
+    [copied] = re.findall(r"^COPY (.+) tutorial/$", DOCKERFILE, re.M)
+    (folder / "tutorial").mkdir(parents=True)
+    for file in copied.split():
+        shutil.copy(ROOT / file, folder / "tutorial")
+    [entry] = re.findall(r"^ENTRYPOINT (.+)$", DOCKERFILE, re.M)
+    words = [sys.executable, *json.loads(entry)[1:], "--port", "0"]
+    words[words.index("/published")] = str(published)
+    words[words.index("0.0.0.0")] = "127.0.0.1"
+    # Importing TorchRec fails there.
+    (folder / "torchrec.py").write_text("raise AssertionError('TorchRec is imported')\n")
+    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    log = folder / "log"
+    with open(log, "w") as out:
+        process = subprocess.Popen(words, cwd=folder, env=env, stdout=out, stderr=out)
+
+    def said(text: str) -> None:
+        until = time.monotonic() + PATIENCE
+        while len(re.findall(text, log.read_text())) < WORKERS:
+            assert process.poll() is None and time.monotonic() < until, (text, log.read_text())
+            time.sleep(0.05)
+
+    try:
+        said(r"worker \d: version \d, \d+ MiB")
+        yield Running(process, re.findall(r"http://\S+", log.read_text())[0], said)
+        process.terminate()
+        assert process.wait(PATIENCE) in (0, -signal.SIGKILL)
+        assert "Traceback" not in log.read_text()
+    finally:
+        process.kill()
+
+
+def is_listening(address: str) -> bool:
+    """Return whether any worker takes connections."""
+    try:
+        urlopen(f"{address}/health").close()
+    except URLError as error:
+        return not isinstance(error.reason, ConnectionRefusedError)
+    except OSError:
+        pass  # one worker ended while it answered
+    return True
+
+
+def torchrun(script: str, *words: object) -> str:
+    """Run a script on two ranks, as the page does, and return what it prints."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", str(FOLDER / script), *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def rows_of(text: str) -> dict[str, tuple[str, ...]]:
+    """Return rows, rows never read and the share that reads zeros of each table in a printed plan.
+    Which rows were hardly read may differ between machines."""
+    count, share = r"([\d,]+|unknown)", r"([\d.]+%|unknown)"
+    lines = re.findall(rf"^(\w+) +{count} +{count} +{count} +{share}$", text, re.M)
+    return {name: (rows, never, zeros) for name, rows, never, _, zeros in lines}
+
+
+def auc_in(text: str) -> float:
+    """Return the AUC that a script printed."""
+    return float(re.findall(r"^AUC .*?(0\.\d+)$", text, re.M)[0])
+
+
+def expected(folders: list[Path], data: Dataset, index: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Return the logits of a chain of versions, and the counters of its tables."""
+    tables = load_served(folders, count=True)
+    batch = data.batch(index)
+    ids = batch.sparse_features
+    embedded = tables(ids.values(), ids.lengths()).view(len(index), len(ids.keys()), -1)
+    layers = Layers(folders[-1].with_name("layers.safetensors"))
+    return layers(batch.dense_features, embedded), tables.metrics()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.network
+def test_from_training_to_a_server_with_a_delta(data: Dataset, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    published = folder / "published"
+    trained = torchrun("train.py", folder)
+    assert "Trained on ratings 0 to 70,000, in order of time: 350 steps in all." in trained
+    printed, silent = run_ranks_of(FOLDER / "publish.py", [folder], world=2, cwd=tmp_path)
+    assert printed.returncode == silent.returncode == 0, printed.stderr[-4000:]
+    assert not silent.stdout
+    planned = rows_of(printed.stdout)
+    assert len(planned) == len(data.sparse) and planned == rows_of(PAGE.read_text())
+
+    versions = [published / "000" / "tables", published / "001" / "tables"]
+    index = data.test[-64:]
+    request = request_of(data, index)
+    with served(published, tmp_path / "app") as server:
+        before, counted = expected(versions[:1], data, index)
+        answers = [predict(server.address, request) for _ in range(40)]
+        for answer in answers:
+            assert answer["version"] == 0
+            torch.testing.assert_close(torch.tensor(answer["logits"]), before)
+        # Each worker notes its counts a few times a second.
+        until = time.monotonic() + PATIENCE
+        for name in ("lookups_total", "removed_lookups_total", "unknown_lookups_total"):
+            for table, count in counted[name].items():
+                while server.metrics()[f'{name}{{table="{table}"}}'] != 40 * count:
+                    assert time.monotonic() < until, (name, table, server.metrics())
+        assert counted["removed_lookups_total"]["user_x_genre"] > 0
+        both = {json.loads(server.get("health"))["worker"] for _ in range(40)}
+        assert both == {0, 1}
+
+        # Ids that are new, and requests that do not fit.
+        unknown = {**request, "ids": {**request["ids"], "user_id": [[10**6]] * 64}}
+        predict(server.address, unknown)
+        while server.metrics()['unknown_lookups_total{table="user_id"}'] != 64:
+            assert time.monotonic() < until
+        for wrong in ({}, {**request, "dense": [[1.0]]}, {"dense": request["dense"], "ids": {}}):
+            with pytest.raises(HTTPError) as refused:
+                predict(server.address, wrong)
+            assert refused.value.code == 400
+
+        # Loaded once: what the workers do not share is little beside what torch takes.
+        for worker in range(WORKERS):
+            assert 0 < server.metrics()[f'own_memory_bytes{{worker="{worker}"}}'] < 100 << 20
+
+        # The next version: published by one rank, which has the same checkpoint.
+        more = run_ranks_of(
+            FOLDER / "train.py", [folder, "--ratings", "80000"], world=2, cwd=tmp_path
+        )
+        assert more[0].returncode == 0, more[0].stderr[-4000:]
+        assert "ratings 70,000 to 80,000" in more[0].stdout
+        alone = run_script(FOLDER / "publish.py", [folder], cwd=tmp_path)
+        assert alone.returncode == 0, alone.stderr[-4000:]
+        server.said(r"worker \d: version 1, applied in")
+        after, _ = expected(versions, data, index)
+        assert not torch.equal(before, after)
+        for _ in range(10):
+            answer = predict(server.address, request)
+            assert answer["version"] == 1
+            torch.testing.assert_close(torch.tensor(answer["logits"]), after)
+
+        # The client gets as good answers as the trained model gives.
+        asked = run_script(FOLDER / "ask.py", [server.address], cwd=tmp_path)
+        assert "99 requests of 200 examples: 99 by version 1\n" in asked.stdout, asked.stderr
+        assert auc_in(asked.stdout) == pytest.approx(auc_in(more[0].stdout), abs=0.003)
+
+        # A damaged version is refused, and the last one stays.
+        shutil.copytree(published / "001", tmp_path / "002")
+        with open(tmp_path / "002" / "tables" / "manifest.json", "ab") as file:
+            file.write(b" ")
+        (tmp_path / "002").rename(published / "002")
+        server.said(r"worker \d: stays at version 1: ")
+        assert predict(server.address, request)["version"] == 1
+
+    # Started again, it serves the whole chain. If it is killed, no worker stays behind.
+    shutil.rmtree(published / "002")
+    with served(published, tmp_path / "again") as server:
+        assert predict(server.address, request)["version"] == 1
+        server.process.kill()
+        until = time.monotonic() + PATIENCE
+        while is_listening(server.address):
+            assert time.monotonic() < until
+
+
+@pytest.mark.slow
+def test_a_folder_without_a_version_is_refused(tmp_path: Path) -> None:
+    done = run_script(Path(serve.__file__), [tmp_path], cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == f"{tmp_path} holds no version: run publish.py first.\n"
+    assert job.TESTED % job.BATCH_SIZE == 0
