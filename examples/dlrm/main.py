@@ -127,14 +127,21 @@ def main(options: argparse.Namespace) -> None:
         artifacts = [dense.artifacts, dense.touched]
         served = serve([*artifacts, *(result.artifacts for result in results[1:])])
         page = write_report(run_dir).resolve()
-        say("\nArtifacts: bytes of their files, AUC as served by a process without TorchRec\n")
         exact = max(artifact.difference for artifact in served if artifact.dtype == "fp32")
         checked = (
             "Checked: logits from the fp32 artifacts differ from those of the trained models by at"
             f" most {exact:.0e}."
         )
         conclusion = wrapped_lines([verdict(read_run(run_dir)), checked])
-        say("\n".join([served_table(served), "", *conclusion]))
+        of_dense = {artifact.run for artifact in artifacts}
+        four_bits = [artifact for artifact in served if artifact.dtype == "int4"]
+        from_dense = [artifact for artifact in four_bits if artifact.run in of_dense]
+        retrained = [artifact for artifact in four_bits if artifact.run not in of_dense]
+        say("\nArtifacts of the dense model: bytes of their files, AUC as served by a process")
+        say(f"without TorchRec\n\n{served_table(served[0], [served[0], *from_dense])}")
+        say("\nArtifacts of models that were trained again, one seed each: another seed can")
+        say("move AUC as far\n")
+        say("\n".join([served_table(served[0], retrained), "", *conclusion]))
         say(f"\n{zeros_text(dense.reads_zeros)}\n")
         if best := recommended(read_run(run_dir)):
             folder = best[0] / "served" / best[1]

@@ -41,13 +41,11 @@ def runs_table(results: Sequence[Result]) -> str:
     return "\n".join(table_lines(head, lines, right=(1, 2, 3, 4)))
 
 
-def served_table(served: Sequence[Served]) -> str:
-    """Return the dense run's artifact in 32 bits, then one of each run in 4 bits: bytes and AUC,
-    both against the first. The report has all."""
-    dense = served[0]
+def served_table(dense: Served, artifacts: Sequence[Served]) -> str:
+    """Return one line per artifact: bytes and AUC, both against the dense run's in 32 bits."""
     head = ("artifact", "dtype", "bytes", "of dense", "AUC", "delta")
     lines = []
-    for artifact in (dense, *(one for one in served if one.dtype == "int4")):
+    for artifact in artifacts:
         share = f"{artifact.file_bytes / dense.file_bytes:.1%}"
         delta = "" if artifact is dense else f"{artifact.auc - dense.auc:+.4f}"
         size = f"{artifact.file_bytes:,}"

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -415,14 +416,16 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def printed(done: subprocess.CompletedProcess[str]) -> Printed:
     assert done.returncode == 0, done.stderr
-    found = {}
+    found: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
     # The launcher puts the rank before each line.
     text = re.sub(r"^\[0\] ?", "", done.stdout, flags=re.MULTILINE)
     for section in text.split("\n\n"):
         head, *lines = (re.split(r" {2,}", line) for line in section.strip().splitlines())
         if lines and set("".join(lines[0])) == {"-"}:
             # The last cell may be empty.
-            found[" ".join(head[:2])] = [dict(zip(head, line, strict=False)) for line in lines[1:]]
+            rows = [dict(zip(head, line, strict=False)) for line in lines[1:]]
+            # Two tables have artifacts: of the dense model, and of models that were trained again.
+            found[" ".join(head[:2])] += rows
     artifacts = {(line["artifact"], line["dtype"]): line for line in found["artifact dtype"]}
     return Printed(
         {line["table"]: line for line in found["table rows x dim"]},
