@@ -162,9 +162,7 @@ def examine(progress: Callable[[str], None]) -> Diagnosis:
             findings.append(_finding("a lookup", probe(LOOKUP)[0], "works", install))
     # With GPUs, training uses NCCL: gloo is not checked.
     if cuda:
-        if torch_fault is None and importlib.util.find_spec("triton") is not None:
-            progress("Triton")
-            findings += _triton()
+        findings += _triton(progress)
         return Diagnosis(tuple(findings), f"{torch['gpus']} GPU(s), CUDA {torch['cuda']}")
     device = "the CPU"
     if torch_fault is None:
@@ -178,9 +176,12 @@ def examine(progress: Callable[[str], None]) -> Diagnosis:
     return Diagnosis(tuple(findings), device)
 
 
-def _triton() -> list[Finding]:
+def _triton(progress: Callable[[str], None]) -> list[Finding]:
     """Return what Triton needs to compile a kernel on a GPU: a C compiler, Python's header and its
-    cache. If all are here, launch a kernel."""
+    cache. If all are here, launch a kernel. Without Triton, torch's operations run instead."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    progress("Triton")
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_path("include"), "Python.h")
     cache = _triton_cache()
