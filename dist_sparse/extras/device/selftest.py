@@ -45,7 +45,7 @@ _WRONG = _ORDER[2:]
 _WORKER = ("-m", "dist_sparse.extras.device.selftest")
 
 # Seconds for one check, loading TorchRec included.
-_LIMIT = 180.0
+_LIMIT = 300.0
 
 # Seconds after which a process writes the stacks of its threads to its log.
 _STACKS = 150.0
