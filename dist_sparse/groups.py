@@ -25,10 +25,12 @@ from torch import Tensor
 
 from dist_sparse.checks import digest, encode, number
 from dist_sparse.group_names import named_by_ranks
+from dist_sparse.kept_buffers import KeptBuffers
 from dist_sparse.messages import (
     MOST_SHOWN,
     cut,
     differing,
+    drifted,
     explain_actions,
     explain_errors,
     explain_facts,
@@ -327,6 +329,7 @@ class RankGroup(Group):
         self._sends_from_cpu = "cpu:" in dist.get_backend_config(process_group)
         self._at = "before any agreement"
         self._is_dead = False
+        self._buffers = KeptBuffers(len(ranks))
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -353,11 +356,19 @@ class RankGroup(Group):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See :meth:`Group.all_gather`."""
+        if tensor.is_cpu and self.device.type != "cpu":
+            return self._buffers.gather(tensor, self.device, self._send_kept)
         with self._sending("all_gather", tensor) as sent:
             # One tensor: nothing is left to allocate once the others have this rank's part.
             gathered = sent.new_empty(self.size, *sent.shape)
             dist.all_gather(list(gathered.unbind()), sent, group=self.process_group)
         return gathered.to(tensor.device)
+
+    def _send_kept(self, gathered: Tensor, piece: Tensor) -> None:
+        with self._sending("all_gather", piece) as sent:
+            # torch 2.13 renamed it.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(gathered, sent, group=self.process_group)
 
     def all_to_all(self, packed: Tensor, lengths: list[int], sizes: list[int]) -> Tensor:
         """See :meth:`Group.all_to_all`."""
@@ -378,9 +389,10 @@ class RankGroup(Group):
         # Each balance is modulo 2**64.
         if sum([report[3] for report in reports]) % (1 << 64):
             held = self.all_gather_json({name: each.hash for name, each in facts.replicas.items()})
-            facts.drifted = _drifted(self.ranks, held)
-            drifted = facts.drifted.items()
-            places = "; ".join(f"{place} on {ranks_text(ranks)}" for place, ranks in drifted)
+            facts.drifted = drifted(self.ranks, held)
+            places = "; ".join(
+                f"{place} on {ranks_text(ranks)}" for place, ranks in facts.drifted.items()
+            )
             if facts.drift_error is not None:
                 raise self._refused(facts.drift_error.format(places=places))
 
@@ -682,15 +694,3 @@ def _balance(replicas: Mapping[str, Replica]) -> int:
 def signed(value: int) -> int:
     """Return the int64 with the bits of an integer modulo 2**64, which has no sign."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict[str, list[int]]:
-    """Return the replicas that differ from their first holder's, and the ranks where they do."""
-    first: dict[str, int] = {}
-    drifted: dict[str, list[int]] = {}
-    # Ranks ascend, so the first value of a name is its first holder's.
-    for rank, held in zip(ranks, hashes, strict=True):
-        for name, value in held.items():
-            if first.setdefault(name, value) != value:
-                drifted.setdefault(name, []).append(rank)
-    return drifted

@@ -112,3 +112,15 @@ def differing(digests: Sequence[Mapping[str, int]]) -> list[str]:
     everywhere = set(differing).intersection(*digests)
     # Last, facts that some rank has not added: usually a consequence of another difference.
     return [*sorted(everywhere), *sorted(differing.keys() - everywhere)]
+
+
+def drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the replicas that differ from their first holder's, and the ranks where they do."""
+    first: dict[str, int] = {}
+    drifted: dict[str, list[int]] = {}
+    # Ranks ascend, so the first value of a name is its first holder's.
+    for rank, held in zip(ranks, hashes, strict=True):
+        for name, value in held.items():
+            if first.setdefault(name, value) != value:
+                drifted.setdefault(name, []).append(rank)
+    return drifted

@@ -120,6 +120,7 @@ MUTATIONS = [
     # -- report
     # ----------------------------------------------------------------------------------------------------------
     M("groups.py", "row[..., :length] for", "row for", "tests/extras/report/test_run_log_ranks.py -k quality"),
+    M("extras/device/trials.py", "if not apart <= _MOST * moved:", "if False:", "tests/extras/device/test_checks_fail.py -k one_row"),
     # -- compaction and slots
     # ---------------------------------------------------------------------------------------------
     M("extras/following/slotted.py", "store.table(change.names[own]).leftmost", "store.table(change.names[own]).owned", "tests/extras/following/test_compact.py -k carried"),

@@ -6,6 +6,7 @@ never imported in this process: they may be missing, and a bad mix of releases c
 interpreter. They are probed in processes of their own, with a time limit.
 """
 
+import importlib.util
 import json
 import os
 import shlex
@@ -13,8 +14,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,26 @@ GLOO = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
+"""
+
+# Triton reads the source of a kernel from a file.
+KERNEL = """
+import runpy, tempfile
+with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+    file.write('''
+import torch, triton
+from triton import language as tl
+
+@triton.jit
+def count(numbers):
+    tl.store(numbers + tl.program_id(0), tl.program_id(0))
+
+numbers = torch.full((4,), -1, dtype=torch.int32, device="cuda")
+count[(4,)](numbers)
+assert numbers.tolist() == [0, 1, 2, 3], numbers
+''')
+    file.flush()
+    runpy.run_path(file.name)
 """
 
 
@@ -106,7 +129,7 @@ class Diagnosis:
 
 def examine(progress: Callable[[str], None]) -> Diagnosis:
     """Run all checks. This takes as long as TorchRec takes to load, and at most two minutes for
-    each of three probes.
+    each of four probes.
 
     Args:
         progress: called with the name of each slow check, before it.
@@ -139,6 +162,7 @@ def examine(progress: Callable[[str], None]) -> Diagnosis:
             findings.append(_finding("a lookup", probe(LOOKUP)[0], "works", install))
     # With GPUs, training uses NCCL: gloo is not checked.
     if cuda:
+        findings += _triton(progress)
         return Diagnosis(tuple(findings), f"{torch['gpus']} GPU(s), CUDA {torch['cuda']}")
     device = "the CPU"
     if torch_fault is None:
@@ -150,6 +174,58 @@ def examine(progress: Callable[[str], None]) -> Diagnosis:
         if shutil.which("nvidia-smi") is not None:
             device += f": there is a GPU's driver, but torch {versions['torch']} sees no GPU"
     return Diagnosis(tuple(findings), device)
+
+
+def _triton(progress: Callable[[str], None]) -> list[Finding]:
+    """Return what Triton needs to compile a kernel on a GPU: a C compiler, Python's header and its
+    cache. If all are here, launch a kernel. Without Triton, torch's operations run instead."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    progress("Triton")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    cache = _triton_cache()
+    writable = _is_writable(cache)
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    found = [
+        _finding(
+            "C compiler",
+            None if compiler and shutil.which(compiler) else "Triton finds none: gcc, clang or $CC",
+            str(compiler),
+            "apt-get install gcc, or your system's package of a C compiler",
+        ),
+        _finding(
+            "Python.h",
+            None if header.exists() else f"Triton needs {header}, which is not there",
+            str(header),
+            f"apt-get install {python}-dev, or your system's package of Python's headers",
+        ),
+        _finding(
+            "Triton's cache",
+            None if writable else f"Triton can't write to {cache}",
+            str(cache),
+            "export TRITON_CACHE_DIR=FOLDER, a folder that you can write to",
+        ),
+    ]
+    # Without one of them, a launch would only report the same fault again.
+    if all(finding.ok for finding in found):
+        version = installed_version("triton")
+        fix = "CUDA_LAUNCH_BLOCKING=1 dist-sparse selftest --nproc 1"
+        found.append(_finding("a Triton kernel", probe(KERNEL)[0], f"works, {version}", fix))
+    return found
+
+
+def _triton_cache() -> Path:
+    """Return the folder of compiled kernels, as Triton chooses it."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+
+
+def _is_writable(folder: Path) -> bool:
+    """Return whether files can be written to a folder, which may have to be made."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _finding(what: str, fault: str | None, says: str, fix: str) -> Finding:

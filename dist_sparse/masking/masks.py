@@ -112,13 +112,19 @@ def count_bits(packed: Tensor) -> int:
     """Return how many bits of ``packed`` (uint8, any length) are 1."""
     if packed.numel() <= _FEW:
         return int.from_bytes(packed.tolist()).bit_count()
+    return int(bit_total(packed))
+
+
+def bit_total(packed: Tensor) -> Tensor:
+    """Return how many bits of ``packed`` (uint8, any length) are 1, as an int64 scalar on its
+    device. Does not wait for the device."""
     total = torch.zeros((), dtype=torch.int64, device=packed.device)
     for part in torch.split(packed, pieces_on(packed.device).flags):
         # Sums of neighbouring bits, then of pairs, then of fours, all within their bytes.
         pairs = part - ((part >> 1) & 0x55)
         fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
         total += ((fours + (fours >> 4)) & 0x0F).sum()
-    return int(total)
+    return total
 
 
 def positions(packed: Tensor) -> Tensor:
@@ -540,7 +546,9 @@ class Held:
         if not self.counts.numel():
             return self.samples
         rows = self.counts.double()
-        return torch.stack([rows.sum(), rows[self.mask.dead_rows()].sum()])
+        # Picking the removed rows would wait for the device.
+        removed = torch.where(self.mask.dead_rows(), rows, 0.0)
+        return torch.stack([rows.sum(), removed.sum()])
 
     def to(self, device: torch.device) -> Held:
         if self.mask.bits.device == device:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from dist_sparse.groups import group_over, traffic
 from dist_sparse.masking.block_masks import NewMasks
+from dist_sparse.masking.device import on_host
 from dist_sparse.masking.kept_scores import Written
-from dist_sparse.masking.masks import BlockMask, count_bits
+from dist_sparse.masking.masks import BlockMask, bit_total
 from dist_sparse.optimizers import Record
 from dist_sparse.records import MaskChange, StepRecord, TableStats
 from dist_sparse.sparsifiers.dense_store import Configs, DenseStore, as_matrix
@@ -169,9 +170,11 @@ class Recorder:
             made: their new masks.
             configs: name -> configuration.
         """
-        counts = {
-            name: _counts(packed.table(name), located[name], new) for name, new in made.items()
-        }
+        # One wait for the counts of all tables on a device.
+        counted = on_host(
+            [_counts(packed.table(name), located[name], new) for name, new in made.items()]
+        )
+        counts = {name: found.tolist() for name, found in zip(made, counted, strict=True)}
         self._changes = ()
         for name, sums in packed.summed(counts).items():
             data, new = located[name], made[name]
@@ -200,22 +203,28 @@ class Recorder:
             self._changes += (change,)
 
 
-def _counts(table: TableMasks, data: ShardedData, made: NewMasks) -> list[int]:
+def _counts(table: TableMasks, data: ShardedData, made: NewMasks) -> Tensor:
     """Return removed, flipped and regrown blocks, dead rows, lookups and removed lookups of this
-    rank's shards."""
-    removed = flipped = regrown = dead = 0
+    rank's shards: int64 ``(6,)``, on their device. Does not wait for the device."""
+    found = []
     new = {mask.rect: mask for mask, _ in made.masks}
     for held in table.owned:
         mask = new[held.mask.rect]
         before, after = begun(held.mask), begun(mask)
-        removed += after.blocks - count_bits(after.bits)
-        dead += int(mask.dead_rows().sum())
+        removed = after.blocks - bit_total(after.bits)
+        flipped = regrown = torch.zeros_like(removed)
         # Bits of other blocks can't be compared.
         if before.block == after.block:
-            flipped += count_bits(before.bits ^ after.bits)
-            regrown += count_bits(after.bits & ~before.bits)
+            flipped = bit_total(before.bits ^ after.bits)
+            regrown = bit_total(after.bits & ~before.bits)
+        found.append(torch.stack([removed, flipped, regrown, mask.dead_rows().sum()]))
+    if not found:
+        return torch.zeros(6, dtype=torch.int64)
     # Lookups were counted since the last update, under the old masks.
-    return [removed, flipped, regrown, dead, *_lookups_here(table, data)]
+    lookups = _lookups_on_device(table, data)
+    if lookups is None:
+        lookups = torch.zeros(2, dtype=torch.int64, device=found[0].device)
+    return torch.cat([torch.stack(found).sum(0), lookups])
 
 
 def configured_level(config: Mapping[str, Any]) -> float | None:
@@ -239,17 +248,16 @@ def counted_rows(packed: PackedStore, data: ShardedData) -> list[tuple[Tensor, T
     return found
 
 
-def _lookups_here(table: TableMasks, data: ShardedData) -> list[int]:
-    """Return all lookups of this rank's part of a table, and the lookups of its removed rows. They
-    are counted if the score needs counts, and sampled by the enforcer since the last mask update
-    otherwise; 0 if there is no enforcer or removed rows are not known. Local."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    if knows_removed_rows(data, table.block):
-        for held in table.leftmost:
-            sums += held.lookups.cpu()
+def _lookups_on_device(table: TableMasks, data: ShardedData) -> Tensor | None:
+    """Return all lookups of this rank's part of a table, and the lookups of its removed rows: int64
+    ``(2,)``, on the device of the masks. They are counted if the score needs counts, and sampled by
+    the enforcer since the last mask update otherwise; 0 if there is no enforcer. None if no shard
+    here counts lookups, or removed rows are not known. Local; does not wait for the device."""
+    if not (knows_removed_rows(data, table.block) and table.leftmost):
+        return None
+    sums = torch.stack([held.lookups.double() for held in table.leftmost]).sum(0)
     # Decayed counts have fractions. Rounding the sum once loses less than rounding each.
-    found: list[int] = sums.round().long().tolist()
-    return found
+    return sums.round().long()
 
 
 def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
@@ -261,9 +269,13 @@ def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
         action: the public call, for messages.
     """
     located = packed.current_for(action)
-    return packed.summed(
-        {name: _lookups_here(packed.table(name), data) for name, data in located.items()}
-    )
+    found = {}
+    for name, data in located.items():
+        lookups = _lookups_on_device(packed.table(name), data)
+        found[name] = torch.zeros(2, dtype=torch.int64) if lookups is None else lookups
+    # One wait for all tables on a device.
+    read = zip(found, on_host([*found.values()]), strict=True)
+    return packed.summed({name: lookups.tolist() for name, lookups in read})
 
 
 class _MasksHere(NamedTuple):

@@ -130,6 +130,67 @@ def test_a_gpu_needs_its_own_fbgemm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gloo" not in found()
 
 
+GPU = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}
+
+
+def with_a_gpu(monkeypatch: pytest.MonkeyPatch, fault: str | None = None) -> list[str]:
+    """The names of what is broken on a machine with a GPU, whose kernel has a fault."""
+    printed = json.dumps(TORCH_HERE | {"gpus": 1, "cuda": "13.0"})
+    monkeypatch.setattr(
+        doctor, "probe", lambda code: (fault if code == doctor.KERNEL else None, printed)
+    )
+    return [each.what for each in examine(GPU).broken]
+
+
+@pytest.fixture
+def equipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all that Triton needs, whatever this machine has."""
+    pytest.importorskip("triton")
+    (tmp_path / "gcc").write_text("")
+    (tmp_path / "gcc").chmod(0o755)
+    (tmp_path / "Python.h").write_text("")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    return tmp_path
+
+
+def test_what_triton_needs_is_here(equipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_a_gpu(monkeypatch) == []
+    assert examine(GPU).findings[-1].what == "a Triton kernel"
+    # Without a GPU, nothing compiles a kernel.
+    no_probes_but(monkeypatch)
+    assert "C compiler" not in found()
+
+
+def test_what_triton_needs_is_missing(equipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (equipped / "gcc").unlink()
+    (equipped / "Python.h").unlink()
+    (equipped / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(equipped / "file" / "cache"))
+    assert with_a_gpu(monkeypatch) == ["C compiler", "Python.h", "Triton's cache"]
+    text = " ".join(examine(GPU).text().split())
+    assert "C compiler: Triton finds none: gcc, clang or $CC" in text
+    assert "apt-get install gcc" in text and "-dev, or" in text
+    assert "export TRITON_CACHE_DIR=FOLDER" in text
+    monkeypatch.setenv("CC", str(equipped / "cc"))
+    assert "C compiler" in with_a_gpu(monkeypatch)
+
+
+def test_a_kernel_that_does_not_run(equipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_a_gpu(monkeypatch, "no kernel image is available") == ["a Triton kernel"]
+    assert "no kernel image" in examine(GPU).text()
+
+
+def test_the_kernel_is_read_by_triton() -> None:
+    """Its source is; without a GPU, it gets as far as the first tensor on one."""
+    pytest.importorskip("triton")
+    code = doctor.KERNEL.replace('device="cuda"', 'device="cpu"')
+    fault, _ = probe(f"import os\nos.environ['TRITON_INTERPRET'] = '1'\n{code}")
+    assert fault is None
+
+
 @pytest.mark.parametrize("build", [None, "12.6"])
 def test_a_driver_whose_gpu_torch_does_not_see(
     build: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +205,7 @@ def test_a_driver_whose_gpu_torch_does_not_see(
     no_probes_but(monkeypatch, gpus=2, cuda="12.6")
     gpus = GOOD | {"fbgemm-gpu": "1.8.0"}
     del gpus["fbgemm-gpu-cpu"]
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert examine(gpus).text() == f"{READY}2 GPU(s), CUDA 12.6."
 
 

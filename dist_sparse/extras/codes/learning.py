@@ -8,6 +8,7 @@ replicated row counts once, at its first holder.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 _EXACT_BITS = 53
 # Weights are clamped at 8 times the power of two above the largest entry of their group.
 _HEADROOM_BITS = 3
-# How many rows' distances are computed at once: 512 x 256 float64 are 1 MiB, which fits in a cache.
-_CHUNK = 512
+# How many rows' distances are computed at once. On a CPU, 512 x 256 float64 are 1 MiB, which fits
+# in a cache. On a device, each chunk takes some launches: 512 MiB.
+_CHUNK_ON_CPU = 512
+_CHUNK_ON_DEVICE = 1 << 18
 # The first books are learned from a sample of 40 rows per entry, in 8 rounds of k-means.
 _SAMPLED = 10_240
 _ROUNDS = 8
@@ -75,11 +78,17 @@ def assign(rows: Tensor, books: Tensor, out: Tensor) -> None:
     # first of several. amin() takes an eighth of the time of argmin().
     constant = entries.square().sum(2) * ENTRIES + numbers
     linear = entries.transpose(1, 2) * (-2 * ENTRIES)
-    for chunk, codes in zip(torch.split(rows, _CHUNK), torch.split(out, _CHUNK), strict=True):
+    for chunk, codes in _chunks(rows, out):
         weights = round_to_grid(chunk.view(-1, groups, width), scales)
         for group in range(groups):
             nearest = torch.addmm(constant[group], weights[:, group], linear[group]).amin(1)
             codes[:, group] = nearest.long().bitwise_and_(ENTRIES - 1).to(torch.uint8)
+
+
+def _chunks(rows: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield some rows at a time, with their codes."""
+    size = _CHUNK_ON_CPU if rows.is_cpu else _CHUNK_ON_DEVICE
+    yield from zip(torch.split(rows, size), torch.split(codes, size), strict=True)
 
 
 def learn_books(rows: Tensor, groups: int) -> Tensor:
@@ -147,7 +156,7 @@ def _sum_by_entry(rows: Tensor, codes: Tensor, books: Tensor) -> Tensor:
     sums = torch.zeros(groups * entries, width + 1, dtype=torch.int64, device=rows.device)
     starts = torch.arange(groups, device=rows.device) * entries
     scales = grid_scales(books).to(rows.device)
-    for chunk, chosen in zip(torch.split(rows, _CHUNK), torch.split(codes, _CHUNK), strict=True):
+    for chunk, chosen in _chunks(rows, codes):
         weights = round_to_grid(chunk.view(-1, groups, width), scales).long()
         # Append a column of ones, whose sum counts the rows.
         counted = F.pad(weights, (0, 1), value=1).flatten(0, 1)

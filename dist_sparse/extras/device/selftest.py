@@ -6,10 +6,11 @@ in new processes: the device may be unusable, and ranks may be at different coll
 limit ends a hang. Each process runs ``python -m dist_sparse.extras.device.selftest FOLDER RANK
 WORLD DEVICE CHECK ...``, and writes a JSON file for each check.
 
-A check returns its result as a line of text, and raises :class:`Difference` if a result is wrong.
-Expected results are computed on the CPU, or without the tested feature on the same device.
+The checks are in ``training_checks``, ``update_checks`` and ``use_checks``. Expected results are
+computed on the CPU, or without the tested feature on the same device.
 """
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -17,48 +18,23 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import count, islice, product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dist_sparse import checks
-from dist_sparse.enforcer.enforcer import MaskEnforcer
+from dist_sparse.extras.device import training_checks, update_checks, use_checks
+from dist_sparse.extras.device.trials import SIZES, Difference, NotRun, Sizes
 from dist_sparse.groups import world_group
-from dist_sparse.records import TINY
-from dist_sparse.sparsifiers.importance import ImportanceSparsifier
-from dist_sparse.sparsifiers.score import ScoreSparsifier
-from dist_sparse.tables.modules import collection_of, collections_of
-from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import CACHED
-from dist_sparse.text import duration, number_of, percent, printable, table_lines, wrapped
+from dist_sparse.text import duration, number_of, printable, table_lines, wrapped
 from dist_sparse.torchrec import installed
-from dist_sparse.torchrec.trial import (
-    Shapes,
-    layers_optimizer,
-    pipeline_of,
-    trial_batch,
-    trial_model,
-)
-
-_BLOCKS = ("row", "1x4", "2x2", "1x1")
-
-# The fused optimizer with which each score is tried: norms alone, and the default of sparsify().
-_SCORES = {"norm": "EXACT_SGD", "norm_accumulator": "EXACT_ROWWISE_ADAGRAD"}
-
-# Two widths: FBGEMM has different kernels for tables of one width and of several.
-_SMALL: Shapes = {"wide": (20_000, 128), "narrow": (7_001, 32)}
-
-_STEPS = 20
 
 # Outcomes from best to worst; the worst of all ranks counts.
 # A wrong result "differs", an error "failed".
@@ -69,309 +45,49 @@ _WRONG = _ORDER[2:]
 _WORKER = ("-m", "dist_sparse.extras.device.selftest")
 
 # Seconds for one check, loading TorchRec included.
-_LIMIT = 180.0
+_LIMIT = 300.0
 
-
-class Difference(Exception):
-    """A result is not the expected one."""
+# Seconds after which a process writes the stacks of its threads to its log.
+_STACKS = 150.0
 
 
 Json = dict[str, Any]
 
-# Checks
-
-
-class _Reference(ScoreSparsifier):
-    """Score plain tables on the CPU, by their norms times given sums of rows."""
-
-    sums: dict[str, Tensor]
-
-    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
-        sums = self.sums[name][offset[0] : offset[0] + len(data), None]
-        # Scores by norm alone have sums of 1, which TINY does not change.
-        return data.double().square() * (sums + TINY)
-
-
-class _Model:
-    """A model on the device, with the same weights and sums of Adagrad on every machine, and its
-    sparsifier.
-
-    Args:
-        device: the device of this rank.
-        block: the block of its masks.
-        level: the sparsity level.
-        score: a score of :class:`~dist_sparse.ImportanceSparsifier`.
-        attach: whether an enforcer keeps removed weights at zero.
-        **options: of :func:`~dist_sparse.torchrec.trial.trial_model`.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        block: str,
-        level: float,
-        attach: bool = True,
-        score: Any = "norm",
-        **options: Any,
-    ) -> None:
-        self.device = device
-        self.model = trial_model(_SMALL, device, **{"optimizer": _SCORES[score], **options})
-        self.optimizer = layers_optimizer(self.model)
-        self.sparsifier = ImportanceSparsifier(None, level, block, score=score)
-        self.sparsifier.add_model(self.model)
-        if attach:
-            MaskEnforcer(self.sparsifier).attach(self.optimizer)
-        sums = {} if score == "norm" else self.sparsifier.sums()
-        random = torch.Generator().manual_seed(7)
-        self.tables = {name: torch.randn(shape, generator=random) for name, shape in _SMALL.items()}
-        self.sums = {name: torch.ones(rows).double() for name, (rows, _) in _SMALL.items()}
-        for name, data in self.sparsifier.masks.tables.locate().items():
-            if sums:
-                self.sums[name].copy_(torch.rand(data.shape[0], generator=random))
-            for (row, col, rows, cols), tensor in data.shards:
-                tensor.copy_(self.tables[name][row : row + rows, col : col + cols])
-                if sums:
-                    total, _ = sums[tensor.data_ptr()]
-                    total.view(-1).copy_(self.sums[name][row : row + rows])
-        self.sparsifier.step()
-
-    def batches(self) -> Iterator[Any]:
-        """Yield batches in CPU memory, different ones on each rank."""
-        for seed in count(1 + dist.get_rank() * 1_000):
-            yield trial_batch(_SMALL, seed)
-
-    def train(self, batches: Iterator[Any]) -> None:
-        """Train on the next batch, as a plain loop does."""
-        loss, _ = self.model(next(batches).to(self.device))
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def shards(self) -> list[Tensor]:
-        """Return the weights of this rank, in CPU memory."""
-        located = self.sparsifier.masks.tables.locate()
-        return [shard.tensor.float().cpu() for data in located.values() for shard in data.shards]
-
-    def check_masks(self, what: str) -> None:
-        """Check that the masks equal the masks of the same tables in one process on the CPU, and
-        that removed weights are zero.
-
-        Raises:
-            Difference: masks differ.
-        """
-        config = self.sparsifier.data_groups["wide"]
-        reference = _Reference(None, config["sparsity_level"], config["sparse_block_shape"])
-        reference.sums = self.sums
-        for name, data in self.sparsifier.masks.tables.locate().items():
-            reference.add_data(name, self.tables[name].to(data.dtype))
-        reference.step()
-        # audit() compares masks with weights too, and returns hashes of the masks.
-        wrong = dict(self.sparsifier.audit().items() - reference.fingerprint().items())
-        if wrong:
-            raise Difference(f"{what}: the masks of {sorted(wrong)} differ from the CPU's")
-
-
-def masks_equal_the_cpus(device: torch.device) -> str:
-    """Compare the masks of all blocks, of tables cut by rows over the ranks, with the masks that
-    one process computes on the CPU."""
-    for score, block in product(_SCORES, _BLOCKS):
-        trial = _Model(device, block, 0.5, score=score)
-        trial.check_masks(f"{block} by {score} at 50%")
-        # A second update finds the removed weights tied at 0.
-        _update(device, trial.sparsifier, 0.73)
-        trial.check_masks(f"{block} by {score} at 73%")
-    return f"{len(_BLOCKS)} blocks, {len(_SCORES)} scores, 2 updates, bit for bit"
-
-
-@contextmanager
-def _waits(mode: str) -> Iterator[list[warnings.WarningMessage]]:
-    """Raise if the host waits for the device (``"error"``), or warn (``"warn"``); yield the
-    warnings."""
-    torch.cuda.set_sync_debug_mode(mode)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield caught
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def ordinary_steps_never_wait(device: torch.device) -> str:
-    """Run lookups and backwards of the kernels, without TorchRec's input distribution, which
-    waits."""
-    trial = _Model(device, "1x4", 0.5)
-    [collection] = collections_of(trial.model.modules())
-    for batch in collection_of(collection).batches():
-        shapes: Any = {str(number): view.shape for number, view in enumerate(batch.weights())}
-        features = []
-        for seed in range(_STEPS):
-            features.append(trial_batch(shapes, seed).to(device))
-            # Computed from the lengths at the first call: before the steps that may not wait.
-            features[-1].offsets()
-        # The first steps read the masks, and compile kernels.
-        _train_on(batch, features[:3])
-        versions = _versions(batch)
-        with _waits("error"):
-            _train_on(batch, features)
-        if versions != _versions(batch):
-            # A changed version marks all rows as dirty: every step would zero whole tables.
-            raise Difference("FBGEMM's backward changes the version of its weights")
-    trial.sparsifier.audit()
-    return f'{_STEPS} steps under set_sync_debug_mode("error")'
-
-
-def _train_on(batch: TableBatch, features: Sequence[Any]) -> None:
-    for feature in features:
-        batch.module(feature).sum().backward()
-
-
-def _versions(batch: TableBatch) -> list[int]:
-    return [storage._version for storage in batch.storage()]
-
-
-def mask_updates(device: torch.device) -> str:
-    """Measure time, waits and memory of mask updates of one table, by the default score."""
-    lines = []
-    sizes = {"cuda": (1_000_000, 10_000_000), "cpu": (20_000, 100_000)}
-    for rows, block in product(sizes[device.type], ("row", "1x4")):
-        lines.append(f"{rows} x 128, {block}: {_mask_update(device, rows, block)}")
-    return "; ".join(lines)
-
-
-def _mask_update(device: torch.device, rows: int, block: str) -> str:
-    model = trial_model({"table": (rows, 128)}, device, optimizer="EXACT_ROWWISE_ADAGRAD")
-    sparsifier = ImportanceSparsifier(None, 0.5, block)
-    sparsifier.add_model(model)
-    [data] = sparsifier.masks.tables.locate().values()
-    nbytes = 0
-    for shard in data.shards:
-        shard.tensor.normal_()
-        nbytes += shard.tensor.nbytes
-    more = ""
-    with MaskEnforcer(sparsifier).attach(layers_optimizer(model)):
-        sparsifier.step()
-        # Three updates: to warm up; to count waits, which slows them down; and to take the time.
-        _update(device, sparsifier, 0.55)
-        if device.type == "cuda":
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            with _waits("warn") as caught:
-                _update(device, sparsifier, 0.6)
-            share = (torch.cuda.max_memory_allocated(device) - before) / nbytes
-            waits = sum("synchronizing" in str(each.message) for each in caught)
-            more = f", {waits} waits, {percent(share)} more memory"
-        started = time.perf_counter()
-        _update(device, sparsifier, 0.65)
-        milliseconds = 1_000 * (time.perf_counter() - started)
-    return f"{milliseconds:.0f} ms{more}"
-
-
-def _update(device: torch.device, sparsifier: ImportanceSparsifier, level: float) -> None:
-    """Take one mask update, and wait for it."""
-    for group in sparsifier.data_groups.values():
-        group["sparsity_level"] = level
-    sparsifier.step()
-    torch.get_device_module(device).synchronize(device)
-
-
-def pipeline(device: torch.device, kind: str) -> str:
-    """Compare a pipeline of TorchRec's, with mask updates between its steps, with a plain loop."""
-    piped = _Model(device, "1x4", 0.3)
-    plain = _Model(device, "1x4", 0.3)
-    progress = pipeline_of(kind, piped.model, piped.optimizer, device).progress
-    found = _with_updates(piped, progress)
-    expected = _with_updates(plain, plain.train)
-    return f"12 steps, 3 mask updates: {_compare('weights', found, expected)}"
-
-
-def _with_updates(trial: _Model, train: Callable[[Iterator[Any]], object]) -> list[Tensor]:
-    """Take steps by ``train``, and a mask update after every fourth. Return the weights."""
-    batches = islice(trial.batches(), 12)
-    for step in range(12):
-        train(batches)
-        if step % 4 == 3:
-            _update(trial.device, trial.sparsifier, 0.3 + step / 20)
-    trial.sparsifier.audit()
-    return trial.shards()
-
-
-def _compare(what: str, found: list[Tensor], expected: list[Tensor]) -> str:
-    """Return a text of how close two lists of tensors are.
-
-    Raises:
-        Difference: not close enough.
-    """
-    if all(map(torch.equal, found, expected)):
-        return "bit for bit"
-    most = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
-    # Sums of gradients may differ in their order.
-    if most > 1e-4:
-        raise Difference(f"{what} differ by up to {most:.2g}")
-    return f"within {most:.1g}"
-
-
-_ON_EVERY_DEVICE = ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"]
-# Optimizers that FBGEMM has for CUDA only.
-_ON_GPUS = ["ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "LARS_SGD"]
-
-
-def fused_optimizers(device: torch.device) -> str:
-    """Compare FBGEMM's optimizers with an enforcer, which zeroes rows as they are read, and with
-    all rows zeroed after every step."""
-    done = _ON_EVERY_DEVICE
-    more = f"; not run, for they need a GPU: {', '.join(_ON_GPUS)}"
-    if device.type == "cuda":
-        done = _ON_EVERY_DEVICE + _ON_GPUS
-        more = ""
-    lines = []
-    for name in done:
-        found = _train_masked(device, "1x4", optimizer=name)
-        expected = _train_masked(device, "1x4", attach=False, optimizer=name)
-        lines.append(f"{name} {_compare(f'weights of {name}', found, expected)}")
-    return f"{', '.join(lines)}{more}"
-
-
-def _train_masked(
-    device: torch.device, block: str, attach: bool = True, **options: Any
-) -> list[Tensor]:
-    """Check the masks of a model, and after five steps that removed weights are zero. Return its
-    weights."""
-    trial = _Model(device, block, 0.5, attach, **options)
-    trial.check_masks(" ".join([block, *map(str, options.values())]))
-    batches = trial.batches()
-    for _ in range(5):
-        trial.train(batches)
-        if not attach:
-            trial.sparsifier.apply_masks()
-    trial.sparsifier.audit()
-    return trial.shards()
-
-
-def other_storage(device: torch.device, blocks: Sequence[str], **options: Any) -> str:
-    """Check tables of another dtype, or in unified memory."""
-    for block in blocks:
-        _train_masked(device, block, **options)
-    return "masks bit for bit, 5 steps, removed weights 0"
-
+Check = Callable[[torch.device, Sizes], str]
 
 # Checks by name, in the order in which they run.
-CHECKS: dict[str, Callable[[torch.device], str]] = {
-    "masks": masks_equal_the_cpus,
-    "ordinary steps": ordinary_steps_never_wait,
-    "mask updates": mask_updates,
-    "TrainPipelineSparseDist": partial(pipeline, kind="TrainPipelineSparseDist"),
-    "TrainPipelineFusedSparseDist": partial(pipeline, kind="TrainPipelineFusedSparseDist"),
-    "fused optimizers": fused_optimizers,
+CHECKS: dict[str, Check] = {
+    "masks": training_checks.masks_equal_the_cpus,
+    "large masks": update_checks.large_masks,
+    "beyond 2^31 elements": update_checks.beyond_31_bits,
+    "lookup counts": training_checks.lookups_are_counted,
+    "ordinary steps": training_checks.ordinary_steps_never_wait,
+    "mask updates": update_checks.mask_updates,
+    "streams": training_checks.streams_are_ordered,
+    "TrainPipelineSparseDist": partial(training_checks.pipeline, kind="TrainPipelineSparseDist"),
+    "TrainPipelineFusedSparseDist": partial(
+        training_checks.pipeline, kind="TrainPipelineFusedSparseDist"
+    ),
+    "fused optimizers": training_checks.fused_optimizers,
+    **{kind: partial(training_checks.kind_of_tables, kind=kind) for kind in training_checks.KINDS},
+    "many tables": training_checks.many_tables,
     # FBGEMM rounds it stochastically on CUDA.
-    "float16": partial(other_storage, blocks=("row", "1x4"), data_type="FP16"),
-    "fused_uvm": partial(other_storage, blocks=("row", "1x4"), kernel="fused_uvm"),
+    "float16, rounded": partial(
+        training_checks.removed_stay_zero, blocks=("row", "1x4"), data_type="FP16"
+    ),
     # Whole rows only: cached rows can't be zeroed after each backward, so finer blocks are refused.
-    "fused_uvm_caching": partial(other_storage, blocks=("row",), kernel=CACHED),
+    "fused_uvm_caching": partial(training_checks.removed_stay_zero, blocks=("row",), kernel=CACHED),
+    "compact": use_checks.compact_model,
+    "following": use_checks.follow_traffic,
+    "export": use_checks.exported,
+    "checkpoints": use_checks.checkpointed,
 }
 
 # Checks that need CUDA. TorchRec's fused pipeline, too: it records streams.
 _FOR_GPUS = (
     "ordinary steps",
+    "streams",
+    "bfloat16",
     "TrainPipelineFusedSparseDist",
     "fused_uvm",
     "fused_uvm_caching",
@@ -446,7 +162,7 @@ def _attempt(
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
     # `-m` imports from the current folder first, whose json.py or torch.py is not Python's: the
     # processes run in a folder of their own.
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[3]
     environment["PYTHONPATH"] = f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     processes = []
     with tempfile.TemporaryDirectory() as folder:
@@ -497,8 +213,8 @@ def _wait_for(number: int, folder: Path, processes: Sequence[subprocess.Popen[by
 
 
 def _lost(says: str, seconds: float, folder: Path) -> Json:
-    # The last output of each process.
-    logs = [log.read_text(errors="replace")[-2_000:] for log in sorted(folder.glob("*.log"))]
+    # The last output of each process: stacks, if it hangs.
+    logs = [log.read_text(errors="replace")[-8_000:] for log in sorted(folder.glob("*.log"))]
     return {"status": "failed", "says": says, "seconds": seconds, "details": logs}
 
 
@@ -514,7 +230,9 @@ def worker(words: Sequence[str]) -> int:
     limit = timedelta(seconds=120)
     dist.init_process_group(backend, f"file://{folder / 'store'}", limit, world, rank)
     for number, name in enumerate(names):
+        faulthandler.dump_traceback_later(_STACKS)
         outcome = _outcome(name, device)
+        faulthandler.cancel_dump_traceback_later()
         part = folder / f"{rank}.part"
         part.write_text(json.dumps(outcome))
         # Renamed, so that the reader never sees half a file.
@@ -534,7 +252,9 @@ def _outcome(name: str, device: torch.device) -> Json:
         if name in _FOR_GPUS and device.type != "cuda":
             status, says = "not run", "needs a GPU"
         else:
-            status, says = "ok", CHECKS[name](device)
+            status, says = "ok", CHECKS[name](device, SIZES[device.type])
+    except NotRun as reason:
+        status, says = "not run", str(reason)
     except Difference as difference:
         status, says = "differs", str(difference)
     except Exception as error:

@@ -24,7 +24,7 @@ class _Removed:
         mask: bits of 0 for newly removed blocks.
         rows: flags of the rows that are newly removed whole, bool ``(rect.rows,)``.
         values: for the weights and then for each optimizer state, the removed elements, part by
-            part; empty for a state that is neither by element nor by row.
+            part, in CPU memory; empty for a state that is neither by element nor by row.
     """
 
     mask: BlockMask
@@ -58,7 +58,7 @@ class LastUpdate:
                 values = []
                 for tensor in _tensors_of(shard, states):
                     parts = removed_parts(tensor, removed, rows)
-                    values.append([part[flags] for part, flags in parts])
+                    values.append([_kept_on_host(part[flags]) for part, flags in parts])
                 self._removed[name].append(_Removed(removed, rows, values))
         self.before = masks.tables.snapshot()
 
@@ -80,13 +80,23 @@ class LastUpdate:
                 for tensor, kept in zip(_tensors_of(shard, states), one.values, strict=False):
                     parts = removed_parts(tensor, one.mask, one.rows)
                     for (part, flags), values in zip(parts, kept, strict=True):
-                        part.masked_scatter_(flags, values)
+                        part.masked_scatter_(flags, values.to(part.device))
         masks.hooks.end_step()
         self.forget()
 
     def forget(self) -> None:
         """Release what is kept."""
         self.before, self._removed = {}, {}
+
+
+def _kept_on_host(values: Tensor) -> Tensor:
+    """Return removed values in CPU memory: until the next validation, they may be half of the
+    tables. Pinned memory is copied at the full rate of the bus."""
+    if values.is_cpu:
+        return values
+    kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    # With a wait: undo() may run on another stream.
+    return kept.copy_(values)
 
 
 def _tensors_of(shard: Shard, states: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:

@@ -17,12 +17,13 @@ pytest.importorskip("torchrec")
 from dist_sparse.extras.device import selftest
 
 ROOT = Path(__file__).parents[3]
-ON_A_CPU = {
-    "masks",
-    "mask updates",
-    "TrainPipelineSparseDist",
-    "fused optimizers",
-    "float16",
+NEEDS_A_GPU = {
+    "ordinary steps",
+    "streams",
+    "TrainPipelineFusedSparseDist",
+    "bfloat16",
+    "fused_uvm",
+    "fused_uvm_caching",
 }
 
 
@@ -39,11 +40,13 @@ def test_on_this_cpu(nproc: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     processes = ["1 rank", "2 ranks"][nproc - 1]
-    assert done.stdout.startswith(f"As it should be on cpu, {processes}; 4 of 9 checks not run.")
+    assert done.stdout.startswith(
+        f"As it should be on cpu, {processes}; 6 of {len(selftest.CHECKS)} checks not run."
+    )
     found = json.loads(out.read_text())
     assert found["passed"] and found["device"] == "cpu" and found["nproc"] == nproc
     status = {each["check"]: each["status"] for each in found["outcomes"]}
-    assert {name for name, one in status.items() if one == "ok"} == ON_A_CPU
+    assert {name for name, one in status.items() if one == "not run"} == NEEDS_A_GPU
     assert set(status.values()) == {"ok", "not run"}
 
 
@@ -52,18 +55,18 @@ import sys
 import torch.distributed as dist
 from dist_sparse.extras.device import selftest
 
-def differs(device):
+def differs(device, sizes):
     if dist.get_rank() == 1:
         raise selftest.Difference("a weight differs")
     return "right"
 
-def ends(device):
+def ends(device, sizes):
     sys.exit(5)
 
-selftest.CHECKS.update({"masks": differs, "ordinary steps": ends, "float16": lambda device: 1 / 0})
+selftest.CHECKS.update({"masks": differs, "ordinary steps": ends, "float16": lambda device, sizes: 1 / 0})
 for name in selftest.CHECKS:
     if name not in ("masks", "ordinary steps", "float16"):
-        selftest.CHECKS[name] = lambda device: "right"
+        selftest.CHECKS[name] = lambda device, sizes: "right"
 selftest._FOR_GPUS = ()
 sys.exit(selftest.worker(sys.argv[1:]))
 """
@@ -90,6 +93,33 @@ def test_differences_errors_and_lost_processes(
     assert selftest.as_text(found).startswith(
         "Not as it should be on cpu, 2 ranks: masks, ordinary steps, float16."
     )
+
+
+HANGS = """
+import sys
+import time
+from dist_sparse.extras.device import selftest
+
+def hangs_here(device, sizes):
+    time.sleep(60)
+
+selftest._STACKS = 1.0
+selftest.CHECKS["masks"] = hangs_here
+sys.exit(selftest.worker(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_hang_shows_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    monkeypatch.setattr(selftest, "_WORKER", (str(script),))
+    monkeypatch.setattr(selftest, "_LIMIT", 40.0)
+    monkeypatch.setattr(selftest, "CHECKS", {"masks": selftest.CHECKS["masks"]})
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    [outcome] = selftest.selftest("cpu", 1, lambda check: None)["outcomes"]
+    assert (outcome["status"], outcome["says"]) == ("failed", "no answer in 40 s")
+    assert "in hangs_here" in outcome["details"][0]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -43,6 +44,8 @@ class Account:
     freed between the two may be older."""
 
     active: bool = False
+    on_wait: Callable[[], None] = lambda: None
+    """Is called when the host waits, counted or not."""
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     moved: int = 0
@@ -70,8 +73,27 @@ class Account:
 
     def wait(self, why: str, times: int = 1) -> None:
         """Note that the host waits for the device."""
+        self.on_wait()
         if self.active:
             self.waits[why, _line_of_package()] += times
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether the storage of ``tensor`` is in use."""
+        return bool(self._held[tensor.untyped_storage().data_ptr()])
+
+    @property
+    def live(self) -> int:
+        """Bytes of the device's memory that are in use."""
+        return self._live
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in use since :meth:`begin` or :meth:`reset_peak`."""
+        return self._peak
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
+        self._peak = self._live
 
     def launch(self, name: str, *tensors: Tensor, times: int = 1) -> None:
         """Note the launch of a kernel that reads or writes these tensors."""

@@ -16,6 +16,7 @@ __all__ = [
     "ORDINARY_STEP",
     "UPDATE",
     "UPDATE_BY_TOTALS",
+    "WAITS_OF_TWO_RANKS",
     "Ceiling",
     "above",
 ]
@@ -69,6 +70,10 @@ UPDATE_BY_TOTALS: Final = {
     "2x2": Ceiling(3, 190, 103_200, 8_300),
     "1x1": Ceiling(3, 50, 26_430, 9_270),
 }
+
+# Waits of an update of tables that are cut by rows over two ranks, over NCCL, however many tables:
+# one update, and one that is recorded.
+WAITS_OF_TWO_RANKS: Final = {"row": (8, 11), "1x4": (8, 11)}
 
 # Blocks whose mask updates wait, or launch, more often for a larger table.
 GROWS: Final[dict[str, set[str]]] = {"waits": set(), "launches": set()}

@@ -18,7 +18,13 @@ from tests.extras.device.simulated.fake import FakeCudaTensor, inner
 
 __all__ = ["fake_world", "nccl"]
 
-COLLECTIVES: Final = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
+COLLECTIVES: Final = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_single",
+    "all_to_all_single",
+    "broadcast",
+)
 
 
 def _of_nccl(collective: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,18 +10,21 @@ a :class:`FakeCudaTensor`. Every operation on one
 
 FakeTensorMode can't do this: it has no values, so that ``bool(t.any())`` and ``nonzero`` raise.
 
-What it is not: streams and events do nothing, all work is done in the order of the calls. The
-operations for which the host waits are a list (``_WAITS``), which has never been compared with
+What it is not: all work is done in the order of the calls, except on a stream that sleeps, whose
+Triton kernels and lookups wait until someone waits for the stream. The operations for which the host waits are a list (``_WAITS``), which has never been compared with
 ``torch.cuda.set_sync_debug_mode("error")`` on a GPU. ``bincount`` is one launch here and six there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -33,7 +36,17 @@ from torch.overrides import TorchFunctionMode
 from dist_sparse.extras.device import kernels
 from tests.extras.device.simulated.account import ACCOUNT, Spent
 
-__all__ = ["CUDA", "DeviceMix", "FakeCudaTensor", "Meter", "counting", "cuda", "fake_cuda", "inner"]
+__all__ = [
+    "CUDA",
+    "STREAMS",
+    "DeviceMix",
+    "FakeCudaTensor",
+    "Meter",
+    "counting",
+    "cuda",
+    "fake_cuda",
+    "inner",
+]
 
 CUDA: Final = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -219,7 +232,7 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func is aten.copy_.default:
         to, source = args[0], args[1]
         across = isinstance(to, FakeCudaTensor) != isinstance(source, FakeCudaTensor)
-        unhurried = len(args) > 2 and args[2] and getattr(source, "pinned", False)
+        unhurried = len(args) > 2 and args[2] and _is_pinned(source)
         if across and source.numel() and not unhurried:
             ACCOUNT.wait("copy_ between host and device")
         inner(to).copy_(inner(source))
@@ -237,9 +250,16 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return FakeCudaTensor(out) if on_device else out
 
 
+_PINNED: Final[set[int]] = set()
+
+
+def _is_pinned(source: Tensor) -> bool:
+    return source.untyped_storage().data_ptr() in _PINNED
+
+
 def _note_transfer(source: Tensor, kwargs: Kwargs, on_device: bool) -> None:
     """Count a wait for a copy between host and device, unless it is from pinned memory."""
-    if not (kwargs.get("non_blocking") and getattr(source, "pinned", False)):
+    if not (kwargs.get("non_blocking") and _is_pinned(source)):
         ACCOUNT.wait("copy to the device" if on_device else "copy to the host")
 
 
@@ -436,7 +456,9 @@ class _Mode(TorchFunctionMode):
             if isinstance(device, (int, str, torch.device)) and _is_cuda(device):
                 return _to_device(args[0], args[1:], kwargs)
         if func is Tensor.copy_ and on_host and isinstance(args[1], FakeCudaTensor):
-            ACCOUNT.wait("copy_ between host and device")
+            unhurried = kwargs.get("non_blocking") and _is_pinned(args[0])
+            if not unhurried:
+                ACCOUNT.wait("copy_ between host and device")
             args[0].copy_(inner(args[1]))
             return args[0]
         return func(*args, **kwargs)
@@ -458,7 +480,11 @@ def _made(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not _is_cuda(device):
         made = func(*_plain(args), **kwargs) if device is not None else func(*args, **kwargs)
         if pinned:
-            made.pinned = True
+            # By its storage, for views too.
+            storage = made.untyped_storage()
+            address = storage.data_ptr()
+            _PINNED.add(address)
+            weakref.finalize(made, _PINNED.discard, address)
         return made
     kwargs["device"] = torch.device("cpu")
     trained = kwargs.pop("requires_grad", False)
@@ -482,26 +508,88 @@ def _to_device(tensor: Tensor, args: Sequence[Any], kwargs: Kwargs) -> FakeCudaT
 # ---- the rest of torch.cuda, and Triton
 
 
-class _Stream:
-    """A stream or an event: all work is done already."""
+_ALL_STREAMS: Final[WeakSet[Stream]] = WeakSet()
+
+
+class Stream:
+    """A stream, or an event at the end of all its work so far. All work is done already, unless it
+    sleeps."""
 
     cuda_stream = 0
     device = CUDA
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._late: list[Callable[[], object]] = []
+        self.sleeps = False
+        _ALL_STREAMS.add(self)
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Work now, or once it no longer sleeps."""
+        self._late.append(work)
+        if not self.sleeps:
+            self.finish()
+
+    def finish(self) -> None:
+        """Do what is left, because someone waits for it."""
+        self.sleeps = False
+        late, self._late = self._late, []
+        for work in late:
+            work()
 
     def _nothing(self, *_: Any) -> None: ...
 
-    record = wait = wait_event = wait_stream = record_event = _nothing
+    record = wait = _nothing
+
+    def record_event(self, event: object = None) -> Stream:
+        return self
+
+    def wait_event(self, event: Stream) -> None:
+        event.finish()
+
+    wait_stream = wait_event
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
+        self.finish()
         ACCOUNT.wait("synchronize")
 
 
-_STREAM: Final = _Stream()
+class _Streams:
+    """The stream of the host's calls now; what waits do, as set_sync_debug_mode() says."""
+
+    now = Stream()
+    mode = "default"
+
+    def on_wait(self) -> None:
+        self.now.finish()
+        if self.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        if self.mode == "warn":
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=3)
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def synchronize(self, device: object = None) -> None:
+        for stream in list(_ALL_STREAMS):
+            stream.finish()
+        ACCOUNT.wait("synchronize")
+
+    def set_mode(self, mode: str) -> None:
+        self.mode = mode
+
+    def sleep(self, cycles: int) -> None:
+        self.now.sleeps = True
+
+
+STREAMS: Final = _Streams()
 
 
 def _device_properties(device: Any = None) -> Any:
@@ -520,10 +608,17 @@ def _device_properties(device: Any = None) -> Any:
 _TORCH_CUDA: Final = {
     "device": lambda index: contextlib.nullcontext(),
     "current_device": lambda: 0,
-    "current_stream": lambda device=None: _STREAM,
-    "Event": _Stream,
+    "current_stream": lambda device=None: STREAMS.now,
+    "Stream": Stream,
+    "stream": STREAMS.on,
+    "_sleep": STREAMS.sleep,
+    "set_sync_debug_mode": STREAMS.set_mode,
+    "Event": Stream,
+    "memory_allocated": lambda device=None: ACCOUNT.live,
+    "max_memory_allocated": lambda device=None: ACCOUNT.peak,
+    "reset_peak_memory_stats": lambda device=None: ACCOUNT.reset_peak(),
     "is_current_stream_capturing": lambda: False,
-    "synchronize": lambda device=None: ACCOUNT.wait("synchronize"),
+    "synchronize": STREAMS.synchronize,
     "get_device_properties": _device_properties,
     "get_device_capability": lambda device=None: (9, 0),
 }
@@ -539,7 +634,8 @@ def _launch(executor: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, Tensor) and not isinstance(value, FakeCudaTensor):
             raise DeviceMix(f"{executor.fn.__name__}: argument {name} is on the cpu.")
     ACCOUNT.launch(executor.fn.__name__)
-    _interpreted(executor, *map(inner, args), **{k: inner(v) for k, v in kwargs.items()})
+    plain_args, plain_kwargs = _plain(args), _plain(kwargs)
+    STREAMS.now.do(lambda: _interpreted(executor, *plain_args, **plain_kwargs))
 
 
 def _counted(method: Callable[..., Any], pointers: int, mask: int | None) -> Callable[..., Any]:
@@ -576,6 +672,7 @@ def fake_cuda() -> Iterator[None]:
             stack.enter_context(mock.patch.object(builder, name, counted))
         # The interpreter takes as long for a tile of any size.
         stack.enter_context(mock.patch.object(kernels, "TILE", 1 << 17))
+        stack.enter_context(mock.patch.object(ACCOUNT, "on_wait", STREAMS.on_wait))
         stack.enter_context(_Mode())
         yield
 

@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dist_sparse.tables.protocols import KeptOf, TableConfig
 from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData
 from dist_sparse.torchrec import port
-from tests.extras.device.simulated.fake import cuda, inner
+from tests.extras.device.simulated.fake import STREAMS, cuda, inner
 
 __all__ = ["Collection", "Kernel", "Layout", "one_rank", "standing_in"]
 
@@ -222,13 +222,20 @@ class _Lookup(torch.autograd.Function):
         ctx.kernel = kernel
         ctx.batch = _split(inner(ids), inner(offsets), inner(weights), bags)
         ctx.tables = kernel.fetched(ctx.batch)
-        found = []
-        for table, some in zip(ctx.tables, ctx.batch, strict=True):
-            rows = table[some.ids]
-            if some.weights is not None:
-                rows = rows * some.weights.unsqueeze(1)
-            found.append(torch.zeros(bags, table.shape[1]).index_add_(0, some.bags, rows))
-        return torch.cat(found, 1)
+        out = torch.empty(bags, sum(table.shape[1] for table in ctx.tables))
+
+        def look_up() -> None:
+            found = []
+            for table, some in zip(ctx.tables, ctx.batch, strict=True):
+                rows = table[some.ids]
+                if some.weights is not None:
+                    rows = rows * some.weights.unsqueeze(1)
+                found.append(torch.zeros(bags, table.shape[1]).index_add_(0, some.bags, rows))
+            torch.cat(found, 1, out=out)
+
+        # Later, on a stream that sleeps.
+        STREAMS.now.do(look_up)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,8 @@ import torch.distributed as dist
 from dist_sparse import groups
 from dist_sparse.tables.shards import Rect
 from tests.dist.plugin import on_ranks
+from tests.extras.device.simulated import fake
+from tests.extras.device.simulated.ceilings import WAITS_OF_TWO_RANKS
 from tests.extras.device.simulated.collectives import fake_world, nccl
 from tests.extras.device.simulated.fake import inner
 from tests.extras.device.simulated.runs import BLOCKS, Run, on_device
@@ -61,6 +65,48 @@ def check_masks_of(name: str, cut: str) -> None:
         found.sparsifier.apply_masks()
         assert all(map(torch.equal, whole(expected), whole(found)))
         assert all(map(torch.equal, shards, found.weights()))
+
+
+@on_ranks(2, local_world_size=1)
+@pytest.mark.parametrize("name", ["row", "1x4"])
+def test_waits_do_not_grow_with_tables(name: str) -> None:
+    """Of two ranks, with a recorder: the counts of all tables are read at once."""
+    found = {}
+    for tables in (2, 8):
+        with nccl(), on_device():
+            run = Run("cuda", BLOCKS[name], [BY_ROWS] * tables, dist.get_rank())
+            run.update(0.3)
+            run.train()
+            plain = run.update(0.4).waits
+            run.sparsifier.record()
+            run.train()
+            spent = run.update(0.5)
+        found[tables] = plain, spent.waits
+    assert found[2] == found[8], spent.lines
+    assert found[8] == WAITS_OF_TWO_RANKS[name], (found, spent.lines)
+
+
+@on_ranks(2, local_world_size=1)
+def test_agreeing_takes_no_memory_of_the_device() -> None:
+    """So that a rank which has run out of it can tell the others."""
+    with nccl(), on_device():
+        group = groups.world_group()
+        with group.agreeing("first()"):
+            pass
+        with (
+            mock.patch.object(fake.ACCOUNT, "hold", _refuse_new_memory),
+            pytest.raises(ValueError, match=r"rank 1: RuntimeError: CUDA out of memory\. x+"),
+            group.agreeing("step()"),
+        ):
+            if dist.get_rank() == 1:
+                # Longer than one piece of the kept memory.
+                raise RuntimeError(f"CUDA out of memory. {'x' * 900}")
+
+
+def _refuse_new_memory(owner: object, tensor: torch.Tensor) -> None:
+    """Tensors may be views of memory that is held already."""
+    if not fake.ACCOUNT.holds(tensor):
+        raise RuntimeError("CUDA out of memory")
 
 
 def test_nccl_takes_tensors_of_the_device_alone() -> None:

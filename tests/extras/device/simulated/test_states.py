@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dist_sparse import COL, DataNormSparsifier, MaskEnforcer, compact
+from dist_sparse.checkpoint import storage
+from dist_sparse.extras.codes.learning import assign
+from dist_sparse.extras.guard.undo import LastUpdate
 from dist_sparse.tables import modules
 from dist_sparse.tables.chunked import ChunkedTensor
-from tests.extras.device.simulated.fake import FakeCudaTensor, cuda, inner
+from tests.extras.device.simulated.account import ACCOUNT
+from tests.extras.device.simulated.fake import FakeCudaTensor, counting, cuda, inner
 from tests.extras.device.simulated.runs import BLOCKS, Run, on_device
 
 DEVICES = ["cpu", "cuda"]
@@ -154,3 +158,52 @@ def test_compact_tables_are_the_cpus() -> None:
             small = compact(model, sparsifier, optimizer=())
             found[device] = dict(small.state_dict())
     assert equal(found["cpu"], found["cuda"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_update_is_kept_in_host_memory(device: str) -> None:
+    """A third of the weights is removed, and kept so that it can be put back."""
+    with on_device():
+        run = Run(device, BLOCKS["1x4"])
+        run.update(0.3)
+        before = run.weights()
+        masks = run.sparsifier.masks
+        masks.undo = kept = LastUpdate()
+        held = ACCOUNT.live
+        run.update(0.6)
+        # The masks so far, and no weights.
+        assert ACCOUNT.live - held < run.kernel.memory.nbytes // 50
+        assert not all(map(torch.equal, before, run.weights()))
+        kept.undo(masks, masks.tables.locate())
+        assert all(map(torch.equal, before, run.weights()))
+
+
+def test_copies_of_a_checkpoint_come_through_pinned_memory() -> None:
+    """In pieces of a fixed size, of which the last one is smaller."""
+    values = torch.arange(100, dtype=torch.float32)
+    tensors = {"long": values, "empty": values[:0], "columns": values.view(10, 10)[:, :3]}
+    with on_device(), mock.patch.object(storage, "_STAGED", 64):
+        with counting() as meter:
+            found = storage.copied({name: cuda(tensor) for name, tensor in tensors.items()})
+        # Of a piece of 16 numbers: its event. Of what is empty or cut by columns: the copy.
+        assert meter.spent.waits == 7 + 2, meter.spent.lines
+    for name, tensor in tensors.items():
+        assert not isinstance(found[name], FakeCudaTensor)
+        assert torch.equal(found[name], tensor)
+        assert found[name].data_ptr() != tensor.data_ptr() or not tensor.numel()
+
+
+def test_launches_of_codes_do_not_grow_with_the_rows() -> None:
+    """And the codes are the CPU's."""
+    generator = torch.Generator().manual_seed(0)
+    books = torch.randn(2, 256, 4, generator=generator).half()
+    launches = []
+    for count in (600, 2_000):
+        rows = torch.randn(count, 8, generator=generator)
+        expected, found = (torch.zeros(count, 2, dtype=torch.uint8) for _ in range(2))
+        assign(rows, books, expected)
+        with on_device(), counting() as meter:
+            assign(cuda(rows), books, cuda(found))
+        assert torch.equal(found, expected)
+        launches.append(meter.spent.launches)
+    assert launches[0] == launches[1]

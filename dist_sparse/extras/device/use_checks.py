@@ -1,0 +1,154 @@
+"""Checks of the self-test on what a masked model is used for: compact tables, tables that follow
+their traffic, artifacts and checkpoints."""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_sparse.checkpoint.checkpoints import Checkpoints
+from dist_sparse.compaction.compact import compact, expand
+from dist_sparse.extras.device.trials import (
+    Difference,
+    MaskedModel,
+    NotRun,
+    Sizes,
+    random_tables,
+    require_equal_masks,
+)
+from dist_sparse.groups import world_group
+from dist_sparse.serving.export import export
+from dist_sparse.serving.served import load_served
+from dist_sparse.torchrec.trial import Trial, trial_batch
+
+
+def trained(device: torch.device, sizes: Sizes) -> MaskedModel:
+    """Return a model of the default mode, after five steps."""
+    trial = Trial(sizes.shapes, optimizer="EXACT_ROWWISE_ADAGRAD")
+    model = MaskedModel(trial, device, "row", score="norm_accumulator")
+    model.write(random_tables(trial))
+    model.update(0.6)
+    batches = model.batches()
+    for _ in range(5):
+        model.train(batches)
+    return model
+
+
+def _outputs(model: nn.Module, trial: Trial, device: torch.device) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(trial_batch(trial, 99).to(device))[1]
+    return found.cpu()
+
+
+def _require_equal(what: str, found: Tensor, expected: Tensor) -> None:
+    if not torch.equal(found, expected):
+        most = float((found - expected).abs().max())
+        raise Difference(f"{what} differ by up to {most:.2g}")
+
+
+def _require_close(what: str, found: Tensor, expected: Tensor) -> None:
+    """Compare outputs: ranks that store other rows add up their parts of a bag in another order."""
+    if not torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
+        most = float((found - expected).abs().max())
+        raise Difference(f"{what} differ by up to {most:.2g}")
+
+
+def compact_model(device: torch.device, sizes: Sizes) -> str:
+    """Compare a compact model's outputs with the masked one's, train it, and expand it."""
+    masked = trained(device, sizes)
+    expected = _outputs(masked.model, masked.trial, device)
+    model = compact(masked.model, masked.sparsifier)
+    _require_close("outputs of the compact model", _outputs(model, masked.trial, device), expected)
+    loss, _ = model(trial_batch(masked.trial, 5).to(device))
+    loss.backward()
+    expected = _outputs(model, masked.trial, device)
+    model = expand(model)
+    _require_close("outputs of the expanded model", _outputs(model, masked.trial, device), expected)
+    return "equal outputs, before and after a step, and expanded"
+
+
+def follow_traffic(device: torch.device, sizes: Sizes) -> str:
+    """Compare slots with lookup counts, and outputs of ids with and without a slot."""
+    if importlib.util.find_spec("dist_sparse.extras.following") is None:
+        raise NotRun("this installation has no dist_sparse.extras.following")
+    from dist_sparse.extras.following import FollowingTables, follow_kept_rows
+
+    masked = trained(device, sizes)
+    expected = _outputs(masked.model, masked.trial, device)
+    model = compact(masked.model, masked.sparsifier, convert=follow_kept_rows)
+    _require_close("outputs of the same rows", _outputs(model, masked.trial, device), expected)
+    slots = FollowingTables(model, masked.optimizer, every=2, admit_after=1)
+    for step in range(4):
+        loss, _ = model(trial_batch(masked.trial, step).to(device))
+        loss.backward()
+        slots.step()
+    if not all(slots.moved.values()):
+        raise Difference(f"4 steps gave no slot to another id: {slots.moved}")
+    return f"equal outputs, {sum(slots.moved.values())} slots moved in 2 updates"
+
+
+def _shared_folder(made: str | None) -> Path:
+    """Return rank 0's folder on every rank."""
+    return Path(world_group().all_gather_json(made)[0])
+
+
+def exported(device: torch.device, sizes: Sizes) -> str:
+    """Compare lookups of a written artifact with the model's tables."""
+    masked = trained(device, sizes)
+    group = world_group()
+    with tempfile.TemporaryDirectory() as own:
+        folder = _shared_folder(own)
+        export(masked.model, masked.sparsifier, folder / "served")
+        served: Any = load_served(folder / "served")
+        features = trial_batch(masked.trial, 99)
+        with torch.no_grad():
+            found = served(features).to_dict()
+            looked_up = _tables_of(masked.model)(features.to(device)).to_dict()
+        for name, values in looked_up.items():
+            _require_close(f"served outputs of {name}", found[name], values.cpu())
+        # Rank 0 removes its folder once all have read it.
+        group.all_gather_json(None)
+    return "served lookups equal the model's"
+
+
+def _tables_of(model: Any) -> Any:
+    return model.module.tables
+
+
+def checkpointed(device: torch.device, sizes: Sizes) -> str:
+    """Save a trained model, load it into a new one, and compare both, also after another step."""
+    saved = trained(device, sizes)
+    fresh = MaskedModel(saved.trial, device, "row", score="norm_accumulator")
+    fresh.update(0.1)
+    group = world_group()
+    with tempfile.TemporaryDirectory() as own:
+        checkpoints = Checkpoints(_shared_folder(own))
+        for model, act in ((saved, checkpoints.save_async), (fresh, _resume(checkpoints))):
+            act(
+                5,
+                model=model.model,
+                optimizer=[model.model.fused_optimizer, model.optimizer],
+                sparse=model.sparsifier,
+            )
+        group.all_gather_json(None)
+    for step in range(2):
+        what = f"{step} steps after the checkpoint"
+        require_equal_masks(what, fresh.sparsifier.audit(), saved.sparsifier.audit())
+        for found, expected in zip(fresh.weights(), saved.weights(), strict=True):
+            _require_equal(f"weights, {what},", found, expected)
+        for model in (saved, fresh):
+            batches = model.batches()
+            model.train(batches)
+    return "masks, weights and the next step bit for bit"
+
+
+def _resume(checkpoints: Checkpoints) -> Any:
+    def resume(step: int, **parts: Any) -> None:
+        found = checkpoints.resume_latest(**parts)
+        if found is None or found.step != step:
+            raise Difference(f"found {found} instead of step {step}")
+
+    return resume
