@@ -150,14 +150,15 @@ def test_tables_that_no_kernel_takes_warn_once() -> None:
 
 
 def test_weights_are_read_once() -> None:
-    """And a sample of at most an eighth, and a few percent of listed blocks and bits."""
+    """And a sample of at most an eighth, a few percent of listed blocks and bits, and histograms,
+    which are as large for a small table."""
     weights = normal()
     scores = weights.view(-1, 4).double().square().mean(1).float().view(torch.int32).sort().values
     # Far from the border of a bucket, as the sample of a small table is small.
     away = ((scores & ((1 << 20) - 1)) - (1 << 19)).abs()
     first = BLOCKS // 4
     spent = on_both([weights], first + int(away[first : 2 * first].argmin()))
-    assert spent.moved < 1.7 * weights.nbytes
+    assert spent.moved < 2 * weights.nbytes
     assert spent.waits <= 4, spent.lines
 
 
