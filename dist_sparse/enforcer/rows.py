@@ -131,6 +131,9 @@ class KeptIds:
         if not (ids.is_cpu or isinstance(ends, Tensor)):
             # If batch sizes differ between features, the host knows the ends.
             ends = sent(ends, ids.device)
+        if self._kernel is not None and not ids.is_cpu:
+            found: Tensor = self._kernel.flags(ids, ends)
+            return found
         if isinstance(ends, Tensor):
             concatenated, starts, rows = self._concatenated
             # The first entry is for ids before the first feature.
@@ -159,6 +162,10 @@ class KeptIds:
         return loaded_torchrec().select_ids(features, chosen)
 
     @cached_property
+    def _kernel(self) -> Any:
+        return _one_launch(self.kept, self.features)
+
+    @cached_property
     def _concatenated(self) -> tuple[Tensor, Tensor, Tensor]:
         """The flags of all tables in one tensor: on a device, each read is a launch. For each
         feature, the start of its table in that tensor, and the number of its rows; with one more
@@ -179,6 +186,14 @@ class KeptIds:
         return torch.cat(flags), sent(starts, device), sent(rows, device)
 
 
+def _one_launch(tensors: Mapping[int, Tensor], features: Sequence[int]) -> Any:
+    """Return the kernel for tensors of tables with an element for each row; None where there is no
+    kernel, or the tensors have several types."""
+    kinds = {(each.device, each.dtype) for each in tensors.values()}
+    kernels = kernels_on(next(iter(kinds))[0]) if len(kinds) == 1 else None
+    return None if kernels is None else kernels.TritonLookups(list(map(tensors.get, features)))
+
+
 class CountedLookups:
     """Counts of the lookups of each row, for scores that use them.
 
@@ -192,6 +207,7 @@ class CountedLookups:
         # Lookups that can be counted before a count might overflow: counts that were loaded or
         # moved may be the largest already.
         self._room = 0
+        self._kernel = _one_launch(counts, features)
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count the lookups of one forward."""
@@ -201,6 +217,9 @@ class CountedLookups:
         if self._room < 0:
             torch._foreach_clamp_max_([*self._counts.values()], MOST_COUNTED)
             self._room = MOST_COUNTED - 1 - ids.numel()
+        if self._kernel is not None:
+            self._kernel.add(ids, ends)
+            return
         for table, rows, belongs in rows_by_feature(self._counts, self._features, ids, ends):
             count = self._counts[table]
             count.index_add_(0, rows, belongs.to(count.dtype))
@@ -221,6 +240,7 @@ class SampledLookups:
         self._features = features
         self._held: Mapping[int, Held] = {}
         self._removed: dict[int, Tensor] = {}
+        self._kept: KeptIds | None = None
         self._forwards = 0
 
     def use(self, held: Mapping[int, Held]) -> None:
@@ -228,6 +248,7 @@ class SampledLookups:
         if held != self._held:
             self._held = held
             self._removed = {}
+            self._kept = None
             self._forwards = 0
 
     def due(self) -> bool:
@@ -244,9 +265,30 @@ class SampledLookups:
         # Once for each mask, and not in use(): an evaluation must not pay for it.
         if not self._removed:
             self._removed = {table: shard.mask.dead_rows() for table, shard in self._held.items()}
+        if isinstance(ends, Tensor) and self._removed:
+            self._add_on_device(ids, ends)
+            return
         for table, rows, belongs in rows_by_feature(self._removed, self._features, ids, ends):
             removed = self._removed[table].index_select(0, rows) & belongs
             self._held[table].samples.add_(torch.stack([belongs.sum(), removed.sum()]))
+
+    def _add_on_device(self, ids: Tensor, ends: Tensor) -> None:
+        """Count with launches whose number does not grow with the features."""
+        if self._kept is None:
+            kept = {table: ~removed for table, removed in self._removed.items()}
+            self._kept = KeptIds(kept, self._features)
+        # One more place, for features of other tables.
+        places = {table: place for place, table in enumerate(self._removed)}
+        of_table = [places.get(table, len(places)) for table in self._features]
+        removed = (~self._kept.flags(ids, ends)).cumsum(0)
+        # Of the ids before each end.
+        ends = ends.long().clamp(max=ids.numel())
+        before = torch.nn.functional.pad(removed, (1, 0)).index_select(0, ends)
+        of_features = torch.stack([ends, before]).diff(dim=1)
+        sums = of_features.new_zeros(2, len(self._held) + 1)
+        sums.index_add_(1, sent(of_table, ids.device), of_features)
+        samples = [held.samples for held in self._held.values()]
+        torch._foreach_add_(samples, [*sums[:, :-1].T.contiguous().unbind()])
 
 
 # Dirty rows.

@@ -22,11 +22,21 @@ from dist_sparse.masking.cuts import (
     Decision,
     Owned,
     Partials,
+    cut_by_columns,
+    cut_indices,
     exchange_partials,
     return_decisions,
 )
-from dist_sparse.masking.device import flat_width, kernels_on, on_host, pieces_on, too_large
-from dist_sparse.masking.kept_scores import Caching, ScoreCache
+from dist_sparse.masking.device import (
+    flat_width,
+    kernels_on,
+    on_host,
+    pieces_on,
+    too_large,
+    warn_of_torch,
+)
+from dist_sparse.masking.goal import Goal
+from dist_sparse.masking.kept_scores import ScoreCache
 from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.scores import (
     HISTOGRAM,
@@ -50,7 +60,7 @@ from dist_sparse.masking.selection import (
     select_smallest,
 )
 from dist_sparse.records import LEADING_SHIFT
-from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
+from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
 # Most elements of a shard that shares a pass with others. Below it, the overhead of the calls of
 # torch is a good part of the time.
@@ -58,62 +68,6 @@ SMALL = 1 << 14
 
 # Elements of small tables that one pass scores, rounded up to a whole table.
 _BATCH = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """Target of a mask update for one table: its block shape, how many blocks to remove, and how to
-    score them.
-
-    Args:
-        data: the table as it is stored now.
-        block: the sparse block, in elements.
-        k: number of blocks to prune; in a pool of tables, on average.
-        max_blocks: in a pool, the maximum number of blocks to prune in this table.
-        zeros_per_block: number of elements removed in a pruned block. If it equals the block's
-            area, whole blocks are removed, including smaller ones at the edge.
-        measure: how elements are scored.
-        whole_columns: blocks are as high as the table.
-        caches: by shard, the scores that are kept from one mask update to the next.
-        only_zeros: do not prune any block that scores more than 0.
-    """
-
-    data: ShardedData
-    block: Block
-    k: int
-    max_blocks: int
-    zeros_per_block: int
-    measure: scoring.Measure
-    whole_columns: bool = False
-    caches: Mapping[Rect, Caching] = field(default_factory=dict)
-    only_zeros: bool = False
-
-    @property
-    def grid(self) -> Grid:
-        """The blocks of the whole table."""
-        return self.data.grid(self.block)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of weights that each pruned block removes."""
-        return min(self.zeros_per_block, math.prod(self.block)) * self.data.dtype.itemsize
-
-    @property
-    def scores_show_zeros(self) -> bool:
-        """Whether a block that was removed before and scores 0 is zero already. Newly removed
-        blocks are always zeroed.
-
-        A norm of 0 means that the block is zero, or that its squares underflow float32 (weights
-        below 1e-22). Weighted squares underflow sooner, below 4e-8 in rows without gradients, but
-        these scores need an enforcer, which zeroes every write to removed weights.
-        """
-        by_norm = isinstance(self.measure, str)
-        return by_norm or (isinstance(self.measure, ByTotals) and self.measure.squares)
-
-    @property
-    def by_element(self) -> bool:
-        """Whether the masks are not constant on blocks."""
-        return self.zeros_per_block < math.prod(self.block)
 
 
 @dataclass
@@ -233,7 +187,7 @@ def masks_of(scored: Sequence[ScoredTable]) -> list[NewMasks]:
 
 def _find_thresholds(scored: Sequence[ScoredTable], group: Group, pooled: bool) -> None:
     """Set the threshold of every table. Collective over ``group``."""
-    # If there is nothing to remove, there is no pool: each ``k`` is 0, but ``max_blocks`` is not.
+    # Nothing to remove, no pool: each ``k`` is 0, but ``max_blocks`` is not.
     need = sum(table.goal.k * table.goal.bytes_per_block for table in scored) if pooled else 0
     candidates = []
     for table in scored:
@@ -267,7 +221,7 @@ def _read_histograms(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) 
     scores = torch.cat([torch.zeros(1, dtype=torch.int64), *read[len(segments) :]])
     for segment, histogram in zip(segments, histograms[1:], strict=True):
         segment.histogram = histogram
-    # Kernels return no extremes: they count refused scores, such as negative ones, as NaN.
+    # Kernels return no extremes: they count what is refused as NaN.
     counts = torch.stack(histograms)
     counted = bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
     if counted or scoring.refused(scores).any():
@@ -279,49 +233,73 @@ def _read_histograms(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) 
 def _pass_of(table: ScoredTable) -> _Pass:
     """Return the scoring pass of a table."""
     goal, data = table.goal, table.goal.data
-    alone = _Pass(_score_alone)
-    # A shared pass reads one shard of each table, in whole blocks that no border cuts. A user's own
-    # measure knows one table.
-    if len(data.shards) != 1 or table.cuts or goal.by_element or callable(goal.measure):
-        return alone
-    [(rect, tensor)] = data.shards
-    measure: tuple[object, ...] = (goal.measure,)
-    if isinstance(goal.measure, ByTotals):
-        [totals] = _totals([table])
-        measure = goal.measure.squares, totals.total.dtype, totals.of_elements
-    common = data.ranks, tensor.device, data.dtype, *measure
-    width = flat_width(rect, goal.block, tensor)
-    # Kernels read weights as float32, which is not exact for float64.
-    if width is not None and data.dtype != torch.float64:
-        return _Pass(_score_flat, (*common, width))
-    # Tables are stacked: a block of one row never reaches into the next table. Blocks of one
-    # element are scored alone, without a copy of their scores.
-    part_of_row = goal.block[0] == 1 and goal.block[1] != 1
-    if tensor.is_cpu and part_of_row and rect.numel <= SMALL:
-        return _Pass(_score_small, (*common, data.shape[1], rect.col, rect.cols, goal.block))
-    return alone
+    if not data.shards:
+        return _Pass(_score_alone)
+    rect, tensor = data.shards[0]
+    # A shared pass reads whole blocks that no border cuts. A user's own measure knows one table.
+    reason = _why_alone(table)
+    if not reason:
+        measure: tuple[object, ...] = (goal.measure,)
+        if isinstance(goal.measure, ByTotals):
+            totals = _totals([table])[0]
+            measure = goal.measure.squares, totals.total.dtype, totals.of_elements
+        common = data.ranks, tensor.device, data.dtype, *measure
+        widths = {flat_width(shard.rect, goal.block, shard.tensor) for shard in data.shards}
+        # Kernels read weights as float32, which is not exact for float64.
+        if len(widths) == 1 and None not in widths and data.dtype != torch.float64:
+            return _Pass(_score_flat, (*common, *widths))
+        # Tables are stacked: a block of one row never reaches into the next table. Blocks of one
+        # element are scored alone, without a copy of their scores.
+        part_of_row = goal.block[0] == 1 and goal.block[1] != 1 and len(data.shards) == 1
+        if tensor.is_cpu and part_of_row and rect.numel <= SMALL:
+            return _Pass(_score_small, (*common, data.shape[1], rect.col, rect.cols, goal.block))
+        reason = f"blocks of {goal.block} of {data.dtype} have no kernel"
+    if kernels_on(tensor.device) is not None:
+        warn_of_torch(data.name, reason)
+    return _Pass(_score_alone)
+
+
+def _why_alone(table: ScoredTable) -> str:
+    """Return why a table shares no pass with others; "" if it may."""
+    if table.cuts:
+        return "the borders of its shards cut blocks"
+    if table.goal.by_element:
+        return "its blocks lose only some of their elements"
+    return "its score is a function" if callable(table.goal.measure) else ""
+
+
+def _shards(tables: Sequence[ScoredTable]) -> list[tuple[ScoredTable, Shard]]:
+    """Return the shards of some tables, in their order. A rank may hold replicas: one of them."""
+    found = []
+    for table in tables:
+        unique = {shard.rect: shard for shard in reversed(table.goal.data.shards)}
+        found += [(table, unique[rect]) for rect in reversed(unique)]
+    return found
 
 
 def _score_flat(tables: Sequence[ScoredTable]) -> list[Tensor]:
-    """Score tables by kernels. Returns no extremes: kernels count what is refused as NaN."""
-    shards = [table.goal.data.shards[0] for table in tables]
-    blocks = [table.goal.block for table in tables]
+    """Score tables by kernels. Return no extremes."""
+    held = _shards(tables)
+    shards = [shard for _, shard in held]
+    blocks = [table.goal.block for table, _ in held]
     measure = tables[0].goal.measure
     kernels = kernels_on(shards[0].tensor.device)
     assert kernels is not None and not callable(measure)
-    _add_batch(tables, kernels.FlatScores(shards, blocks, measure, _totals(tables)))
+    all_blocks = [table.goal.grid.blocks for table, _ in held]
+    _add_batch(tables, kernels.FlatScores(shards, blocks, measure, _totals(tables), all_blocks))
     return []
 
 
 def _add_batch(tables: Sequence[ScoredTable], batch: Batch) -> None:
-    """Give the scores of a batch to its tables, in their order."""
+    """Give the scores of a batch to the shards of its tables, in their order."""
     counts = batch.first_histograms()
-    for i, (table, histogram) in enumerate(zip(tables, counts, strict=True)):
+    for i, (table, shard) in enumerate(_shards(tables)):
         # Scores that the batch does not hold are computed again, for ties that kernels do not list.
-        segment = _add_segment(table, table.goal.data.shards[0], rescores=not batch.held)
+        segment = _add_segment(table, shard, rescores=not batch.held)
         if batch.held:
             segment.add(batch.held[i].view(-1, len(segment.columns)))
-        segment.batch, segment.number, segment.histogram = batch, i, histogram
+        segment.batch, segment.number, segment.histogram = batch, i, counts[i]
+        segment.sampled, segment.find_refused = batch.sampled[i], partial(_find_refused, table.goal)
 
 
 def _score_small(tables: Sequence[ScoredTable]) -> Iterator[Tensor]:
@@ -365,12 +343,12 @@ def _stacked_measure(tables: Sequence[ScoredTable]) -> scoring.Measure:
 
 
 def _totals(tables: Sequence[ScoredTable]) -> list[RowTotals]:
-    """Return the totals of tables with one shard each; none if they are scored by norms."""
+    """Return the totals of the shards of tables; none if they are scored by norms."""
     totals = []
-    for table in tables:
+    for table, shard in _shards(tables):
         measure = table.goal.measure
         if isinstance(measure, ByTotals):
-            totals.append(measure.find(table.goal.data.shards[0].rect[:2]))
+            totals.append(measure.find(shard.rect[:2]))
     return totals
 
 
@@ -437,33 +415,15 @@ def find_cuts(goal: Goal) -> CutTable | None:
         ValueError: a column border cuts blocks that are to lose only some of their elements.
     """
     data, block = goal.data, goal.block
-    rows = _cut_indices([rect.row for rect in data.rects], block[0])
-    cols = _cut_indices([rect.col for rect in data.rects], block[1])
+    rows = cut_indices([rect.row for rect in data.rects], block[0])
+    cols = cut_indices([rect.col for rect in data.rects], block[1])
     if goal.whole_columns and rows:
         # The only block row is the whole table. As a cut row, its owner would need all element
         # scores. As cut columns, it needs one partial sum of each block, however the table is cut.
         rows, cols = (), tuple(range(goal.grid.cols))
     if goal.by_element and cols:
-        raise ValueError(_cut_by_columns(goal))
+        raise ValueError(cut_by_columns(data, block, goal.zeros_per_block))
     return CutTable(data, block, rows, cols, goal.by_element) if rows or cols else None
-
-
-def _cut_indices(borders: Iterable[int], size: int) -> tuple[int, ...]:
-    """Return the indices of the blocks of a size that borders cut, ascending."""
-    return tuple(sorted({border // size for border in borders if border % size}))
-
-
-def _cut_by_columns(goal: Goal) -> str:
-    """Return the message for blocks that a column border cuts: the borders, and what fits."""
-    borders = sorted({rect.col for rect in goal.data.rects} - {0})
-    common = math.gcd(*borders)
-    # At most 64: nobody rescores a longer list.
-    fits = [width for width in range(1, min(goal.block[1], 64)) if common % width == 0]
-    return (
-        f"Table {goal.data.name!r}: zeros_per_block={goal.zeros_per_block} is smaller than the"
-        f" block {goal.block}, so a column border may not cut blocks, but borders are at columns"
-        f" {borders}; block widths that fit: {fits}."
-    )
 
 
 def _score_blocks(
@@ -594,7 +554,7 @@ BatchMasks = dict[tuple[Batch | None, int], NewBits]
 
 
 def _masks_of_batches(scored: Sequence[ScoredTable]) -> BatchMasks:
-    """Return the new masks of the shards that batches score. Waits once for each batch."""
+    """Return the new masks of the shards that batches score."""
     limits: dict[Batch, dict[int, tuple[int, int]]] = {}
     for table in scored:
         threshold = table.threshold
@@ -620,8 +580,7 @@ def _masks_of_table(table: ScoredTable, batch_masks: BatchMasks) -> NewMasks:
 
 
 def _new_mask(table: ScoredTable, shard: Shard, batch_masks: BatchMasks) -> NewMask:
-    """Return the new mask of one shard: from its batch, or from its scores and the decision on its
-    cut blocks."""
+    """Return the new mask of one shard."""
     goal, rect, threshold = table.goal, shard.rect, table.threshold
     segment = table.segments[rect]
     if (bits := batch_masks.get((segment.batch, segment.number))) is not None:

@@ -15,6 +15,7 @@ ranks know from metadata who holds what, so messages need no header.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -210,6 +211,24 @@ class Decision:
 
     columns: Tensor
     slabs: dict[int, Tensor]
+
+
+def cut_indices(borders: Iterable[int], size: int) -> tuple[int, ...]:
+    """Return the indices of the blocks of a size that borders cut, ascending."""
+    return tuple(sorted({border // size for border in borders if border % size}))
+
+
+def cut_by_columns(data: ShardedData, block: Block, zeros_per_block: int) -> str:
+    """Return the message for blocks that a column border cuts: the borders, and what fits."""
+    borders = sorted({rect.col for rect in data.rects} - {0})
+    common = math.gcd(*borders)
+    # At most 64: nobody rescores a longer list.
+    fits = [width for width in range(1, min(block[1], 64)) if common % width == 0]
+    return (
+        f"Table {data.name!r}: zeros_per_block={zeros_per_block} is smaller than the"
+        f" block {block}, so a column border may not cut blocks, but borders are at columns"
+        f" {borders}; block widths that fit: {fits}."
+    )
 
 
 def exchange_partials(tables: Sequence[CutTable], group: Group, device: torch.device) -> None:

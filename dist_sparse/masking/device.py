@@ -6,6 +6,7 @@ the counts of all tables stay on the device until one copy. The counts are the s
 """
 
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -98,7 +99,8 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         if not tensor.is_cpu:
             away.setdefault(tensor.device, []).append(i)
     for places in away.values():
-        copied = torch.cat([tensors[i].flatten() for i in places]).cpu()
+        flat = [tensors[i].flatten() for i in places]
+        copied = (torch.cat(flat) if len(flat) > 1 else flat[0]).cpu()
         parts = torch.split(copied, [tensors[i].numel() for i in places])
         for i, part in zip(places, parts, strict=True):
             found[i] = part.view(tensors[i].shape)
@@ -111,9 +113,9 @@ _MOST = (1 << 31) - (1 << 20)
 # Larger than every place in a list, and than every score.
 NO_PLACE = (1 << 31) - 1
 
-# Block widths that kernels sum in torch's order: up to 16 neighbours in pairs, then in 16 partial
-# sums. Beyond 4096, torch sums parts first.
-_WIDTHS = {1, 2, 4, 8, *range(16, 4097, 16)}
+# Block widths that kernels sum in the CPU's order: up to 16 in pairs of neighbours, then in 16
+# partial sums. Beyond 4096, torch sums parts first.
+_WIDTHS = {1, 2, 3, 4, 6, 8, 12, *range(16, 4097)}
 
 
 class Kernels(NamedTuple):
@@ -126,12 +128,14 @@ class Kernels(NamedTuple):
         prune: zeroes removed blocks of many shards in one launch.
         TritonRowCleaner: flags and cleans dirty rows, as
             :class:`~dist_sparse.enforcer.rows.HostRowCleaner`.
+        TritonLookups: reads or counts the rows that ids name, in one launch for all features.
     """
 
     FlatScores: Any
     Pruning: Any
     prune: Any
     TritonRowCleaner: Any
+    TritonLookups: Any
 
 
 def kernels_on(device: torch.device) -> Kernels | None:
@@ -162,6 +166,16 @@ def flat_width(rect: Rect, block: Block, tensor: Tensor) -> int | None:
     width = row_block_width(rect, block)
     fits = width in _WIDTHS and 0 < grid_of(rect, block).blocks < _MOST
     return width if fits and tensor.is_contiguous() else None
+
+
+@cache
+def warn_of_torch(table: str, reason: str) -> None:
+    """Warn, once, that no kernel takes a table."""
+    warnings.warn(
+        f"Table {table!r}: its mask updates run hundreds of torch operations on the device, which"
+        f" read the table many times: {reason}.",
+        stacklevel=2,
+    )
 
 
 def too_large(nbytes: int, weights: int) -> bool:

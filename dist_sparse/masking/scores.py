@@ -356,12 +356,29 @@ class Batch(Protocol):
 
     Attributes:
         held: the scores of each table, int32 ``(blocks,)``; empty if they are computed again.
+        sampled: for each table, how many blocks its first histogram stands for, if it is of a
+            sample; else 0.
     """
 
     held: list[Tensor]
+    sampled: Sequence[int]
 
     def first_histograms(self) -> Tensor:
-        """Return :func:`first_histogram` of each table, int64 ``(tables, HISTOGRAM)``."""
+        """Return :func:`first_histogram` of each table, int64 ``(tables, HISTOGRAM)``, or of a
+        sample."""
+
+    def around(self, buckets: Mapping[int, int], samples: Mapping[int, Tensor]) -> Tensor:
+        """Return the exact histograms of some sampled tables, int64 ``(tables, HISTOGRAM)``, in CPU
+        memory: but all blocks below a bucket other than zeros count in the first one, all above in
+        the last finite one. If a score is refused, its bucket counts at least one.
+
+        Args:
+            buckets: by the number of the table, the place of the bucket in the histogram.
+            samples: by the number of the table, its :meth:`first_histograms` in CPU memory.
+        """
+
+    def exact_histograms(self, numbers: Sequence[int]) -> Tensor:
+        """Return :func:`first_histogram` of some tables, int64 ``(tables, HISTOGRAM)``."""
 
     def histograms(self, prefixes: Prefixes, before: int, shift: int, buckets: int) -> list[Tensor]:
         """Return, for each table with a prefix, how many of its scores other than 0 that have the
@@ -369,7 +386,7 @@ class Batch(Protocol):
         ``(buckets,)``.
 
         Args:
-            prefixes: by the number of the table, with its :meth:`first_histograms` in CPU memory.
+            prefixes: by the number of the table, with its last histogram in CPU memory.
         """
 
     def ties(self, wanted: Limits) -> Mapping[int, Tensor]:
@@ -409,12 +426,18 @@ class Segment:
     Attributes:
         batch: counts the scores together with the scores of other tables, if any.
         number: the table's number in the batch.
+        sampled: how many blocks its first histogram stands for, if it is of a sample; else 0.
+        sample: that histogram, once a more exact one is known.
+        find_refused: raises an error that names the first score that is refused, if any.
         count: counts scores without reading all of them, or returns None; see
             :meth:`~dist_sparse.masking.kept_scores.IndexedScores.counts`.
     """
 
     batch: Batch | None = None
     number = 0
+    sampled = 0
+    sample: Tensor | None = None
+    find_refused: Callable[[], None] | None = None
     count: Callable[[int, int, int, int], Tensor | None]
 
     def __init__(
@@ -503,6 +526,7 @@ class JointScores:
         self._bits, self._sizes = bits, torch.tensor(sizes)
         self._starts = [0, *accumulate(sizes)]
         self.held = [*torch.split(bits, list(sizes))]
+        self.sampled = [0] * len(sizes)
 
     def _of_scores(self, of_tables: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return for each score the value of its table. Not cached: it is as large as the
@@ -517,6 +541,12 @@ class JointScores:
         tables = len(self.held)
         at = self._of_scores(range(0, tables * HISTOGRAM, HISTOGRAM)).add_(leading)
         return torch.bincount(at, minlength=tables * HISTOGRAM).view(-1, HISTOGRAM)
+
+    def around(self, buckets: Mapping[int, int], samples: Mapping[int, Tensor]) -> Tensor:
+        raise AssertionError("nothing is sampled")
+
+    def exact_histograms(self, numbers: Sequence[int]) -> Tensor:
+        return self.first_histograms()[list(numbers)]
 
     def histograms(self, prefixes: Prefixes, before: int, shift: int, buckets: int) -> list[Tensor]:
         # By table, its prefix and where its counts begin. No score has the prefix -1: tables that

@@ -9,12 +9,16 @@ scores in that bucket, by their next bits. Three rounds find the 31 bits of a sc
 more find the block index where scores tie at the threshold. Each round is one message for all
 tables.
 
+Where counting takes a pass over all weights, the first histogram is of a sample of the scores. It
+tells the bucket that probably holds the k-th score, and one more message has the exact counts below
+it and in it. If the sample has misled, the next bucket follows, and then the exact histogram.
+
 A :class:`Threshold` is exact, however many scores tie, and makes the masks of its table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +28,7 @@ from torch import Tensor
 from dist_sparse.groups import Group
 from dist_sparse.masking.device import NO_PLACE, count_within, finish, on_host
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
+from dist_sparse.masking.pool import Limited, Pool
 from dist_sparse.masking.scores import (
     HISTOGRAM,
     KEPT,
@@ -156,8 +161,9 @@ def select_smallest(
     With ``pooled_bytes``, the tables whose ``k`` is not 0 form a pool: together they lose this many
     bytes, wherever scores are smallest.
 
-    At most three all-reduces of 16, 8 and 8 KiB per table, and at most three more for tables that
-    lose some of the blocks at the threshold, but not all. No size depends on the number of scores.
+    At most three all-reduces of 16, 8 and 8 KiB per table; one more of 16 KiB if tables are
+    sampled, and up to two more if a sample has misled; and at most three more for tables that lose
+    some of the blocks at the threshold, but not all. No size depends on the number of scores.
 
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
@@ -183,26 +189,155 @@ def select_smallest(
 
 def _find_scores(searches: list[_ScoreSearch], group: Group, pooled_bytes: int) -> None:
     """Find the score of every threshold. Collective over ``group``."""
-    counts = group.all_reduce(_first_histograms(searches))
-    finish(lambda: _refuse_too_large(searches, counts))
+    pool = Pool(pooled_bytes)
+    if pooled_bytes:
+        pool.prices = {search: search.table.price for search in searches}
+    first = group.all_reduce(_first_histograms(searches))
+    # The last column counts the blocks that samples stand for.
+    counts, sampled = first[:, :HISTOGRAM], first[:, HISTOGRAM]
+    if sampled.any():
+        counts = _count_around(searches, counts, sampled, pool, group)
+    if wrong := finish(lambda: _with_refused(searches, counts)):
+        _refuse(wrong[0], group)
     for search, zeros in zip(searches, counts[:, 0].tolist(), strict=True):
         if search.table.only_zeros:
             search.want_only_zeros(zeros)
-    pool = _Pool(pooled_bytes)
-    if pooled_bytes:
-        pool.prices = {search: search.table.price for search in searches}
     _descend(searches, counts, LEADING_SHIFT, pool)
     _narrow(searches, _ROUNDS, _next_histograms, group, pool)
 
 
-def _refuse_too_large(searches: Sequence[_ScoreSearch], counts: Tensor) -> None:
-    too_large = counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].sum(1)
-    if wrong := too_large.nonzero().flatten().tolist():
-        first = wrong[0]
-        raise ValueError(
-            f"Table {searches[first].table.name!r}: {int(too_large[first])} block scores exceed"
-            " float32 once their parts are added; must be finite."
-        )
+def _count_around(
+    searches: Sequence[_ScoreSearch], counts: Tensor, sampled: Tensor, pool: Pool, group: Group
+) -> Tensor:
+    """Return histograms over all ranks that are exact where the thresholds are. Collective over
+    ``group``.
+
+    Args:
+        counts: the first histograms over all ranks, int64 ``(searches, HISTOGRAM)``.
+        sampled: how many blocks a sample stands for, int64 ``(searches,)``; 0 for exact histograms.
+    """
+    samples = counts
+    guesses = finish(lambda: _guesses(searches, counts, sampled, pool))
+    exact = group.all_reduce(_histograms_around(searches, guesses))
+    counts = torch.where(sampled.view(-1, 1) > 0, exact, counts)
+    missed = finish(lambda: _missed(searches, counts, guesses, pool))
+    if missed:
+        # By chance, if the threshold is near the border of two buckets.
+        nearer = {row: _next_sampled(samples[row], guesses[row], up) for row, up in missed.items()}
+        found = group.all_reduce(_histograms_around(searches, nearer))
+        counts[[*nearer]] = found[[*nearer]]
+        guesses |= nearer
+        missed = finish(lambda: _missed(searches, counts, guesses, pool))
+    if missed:
+        # In a pool, each table's bucket depends on the counts of the others.
+        rows = [*guesses] if pool.prices else [*missed]
+        counts[rows] = group.all_reduce(_exact_histograms([searches[row] for row in rows]))
+    return counts
+
+
+def _guesses(
+    searches: Sequence[_ScoreSearch], counts: Tensor, sampled: Tensor, pool: Pool
+) -> dict[int, int]:
+    """Return by the number of each sampled search the bucket that probably has its threshold."""
+    scales = torch.where(sampled > 0, sampled.double() / counts.sum(1).clamp(min=1), 1.0)
+    # As if the counts were exact. All ranks round the same numbers.
+    estimates = (counts * scales.view(-1, 1)).round().long()
+    buckets, _ = _next_buckets(searches, estimates, pool)
+    found = {}
+    for row in sampled.nonzero().flatten().tolist():
+        # Bucket 0 has the zeros.
+        found[row] = 0 if searches[row].table.only_zeros else buckets[row][0]
+    return found
+
+
+def _missed(
+    searches: Sequence[_ScoreSearch], counts: Tensor, guesses: Mapping[int, int], pool: Pool
+) -> dict[int, bool]:
+    """Return the sampled searches whose thresholds are neither in the bucket that was guessed nor
+    among the zeros, and whether they are above. Changes nothing."""
+    buckets, _ = _next_buckets(searches, counts, pool)
+    missed = {}
+    for row, guess in guesses.items():
+        known = searches[row].table.only_zeros or buckets[row][0] in (0, guess)
+        if not known:
+            missed[row] = buckets[row][0] > guess
+    return missed
+
+
+def _next_sampled(sample: Tensor, bucket: int, up: bool) -> int:
+    """Return the next bucket above or below one of which a sample has scores, except zeros; the
+    bucket next to it if there is none."""
+    places = sample.nonzero().flatten().tolist()
+    above = [place for place in places if place > bucket]
+    below = [place for place in places if 0 < place < bucket]
+    if up:
+        return above[0] if above else bucket + 1
+    return below[-1] if below else max(1, bucket - 1)
+
+
+def _histograms_around(searches: Sequence[_ScoreSearch], guesses: Mapping[int, int]) -> Tensor:
+    """Return :meth:`~dist_sparse.masking.scores.Batch.around` the buckets of ``guesses`` for these
+    searches, int64 ``(searches, HISTOGRAM)``."""
+    parts: list[tuple[int, Tensor]] = []
+    rows_of: dict[Batch, list[int]] = {}
+    segments: dict[Batch, list[Segment]] = {}
+    buckets: dict[Batch, dict[int, int]] = {}
+    for row, bucket in guesses.items():
+        for segment in searches[row].counted:
+            if segment.batch is None or not segment.sampled:
+                parts.append((row, segment.histogram))
+                continue
+            rows_of.setdefault(segment.batch, []).append(row)
+            segments.setdefault(segment.batch, []).append(segment)
+            buckets.setdefault(segment.batch, {})[segment.number] = bucket
+            if segment.sample is None:
+                segment.sample = segment.histogram
+    for batch, rows in rows_of.items():
+        samples = {one.number: one.sample for one in segments[batch] if one.sample is not None}
+        found = batch.around(buckets[batch], samples)
+        parts += zip(rows, found, strict=True)
+        for segment, counts in zip(segments[batch], found, strict=True):
+            segment.histogram = counts
+    return _summed(parts, len(searches), HISTOGRAM)
+
+
+def _exact_histograms(searches: Sequence[_ScoreSearch]) -> Tensor:
+    """Return the exact first histograms of sampled searches, int64 ``(searches, HISTOGRAM)``."""
+    parts: list[tuple[int, Segment]] = []
+    segments: dict[Batch, list[Segment]] = {}
+    for row, search in enumerate(searches):
+        for segment in search.counted:
+            parts.append((row, segment))
+            if segment.batch is not None and segment.sampled:
+                segments.setdefault(segment.batch, []).append(segment)
+    for batch, of_batch in segments.items():
+        found = batch.exact_histograms([segment.number for segment in of_batch])
+        for segment, counts in zip(of_batch, on_host([found])[0], strict=True):
+            segment.histogram = counts
+    found_parts = [(row, segment.histogram) for row, segment in parts]
+    return _summed(found_parts, len(searches), HISTOGRAM)
+
+
+def _with_refused(
+    searches: Sequence[_ScoreSearch], counts: Tensor
+) -> list[tuple[_ScoreSearch, int]]:
+    """Return the searches with scores that are not finite, and how many."""
+    sums = counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].sum(1).tolist()
+    return [(search, count) for search, count in zip(searches, sums, strict=True) if count]
+
+
+def _refuse(wrong: tuple[_ScoreSearch, int], group: Group) -> None:
+    """Raise a ValueError for a table with scores that are not finite. Collective over ``group``."""
+    search, count = wrong
+    with group.agreeing("step()"):
+        # All scores of a sampled table are read only now. The rank that has the score names it.
+        for segment in search.counted:
+            if segment.find_refused is not None:
+                segment.find_refused()
+    raise ValueError(
+        f"Table {search.table.name!r}: {count} block scores exceed float32 once their parts are"
+        " added; must be finite."
+    )
 
 
 def _split_ties(searches: Collection[_ScoreSearch], group: Group) -> None:
@@ -213,7 +348,7 @@ def _split_ties(searches: Collection[_ScoreSearch], group: Group) -> None:
         return
     _find_ties(ties)
     most = max((search.scores.table.blocks for search in ties), default=1)
-    _narrow(ties, _index_rounds(most), _histograms_of_ties, group, _Pool(0))
+    _narrow(ties, _index_rounds(most), _histograms_of_ties, group, Pool(0))
     for search in ties:
         search.scores.last_index = search.last
 
@@ -223,7 +358,7 @@ def _narrow(
     rounds: Sequence[tuple[int, int]],
     count: Callable[[Any, int, int], Tensor],
     group: Group,
-    pool: _Pool,
+    pool: Pool,
 ) -> None:
     """Run rounds until all searches are done. Collective over ``group``."""
     for shift, buckets in rounds:
@@ -414,14 +549,16 @@ def _histograms_of_ties(searches: Sequence[_TieSearch], shift: int, buckets: int
 
 
 def _first_histograms(searches: Sequence[_ScoreSearch]) -> Tensor:
-    """Return the histograms of the first round, int64 ``(searches, HISTOGRAM)``."""
+    """Return the histograms of the first round, and how many blocks a sample stands for: int64
+    ``(searches, HISTOGRAM + 1)``."""
     parts: list[tuple[int, Tensor]] = []
     for row, search in enumerate(searches):
         parts += [(row, segment.histogram) for segment in search.counted]
     counts = _summed(parts, len(searches), HISTOGRAM)
     # Cut blocks, which count with the scores of their owner.
     counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0
-    return counts
+    sampled = [sum(segment.sampled for segment in search.counted) for search in searches]
+    return torch.cat([counts, torch.tensor(sampled).view(-1, 1)], 1)
 
 
 def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int) -> Tensor:
@@ -456,7 +593,7 @@ def _summed(parts: Sequence[tuple[int, Tensor]], searches: int, buckets: int) ->
     return total
 
 
-def _descend(searches: Sequence[_Search], counts: Tensor, shift: int, pool: _Pool) -> None:
+def _descend(searches: Sequence[_Search], counts: Tensor, shift: int, pool: Pool) -> None:
     """Continue each search in one bucket, by the histograms ``(searches, buckets)`` over all
     ranks."""
     buckets = counts.shape[1]
@@ -471,8 +608,8 @@ def _descend(searches: Sequence[_Search], counts: Tensor, shift: int, pool: _Poo
 
 
 def _next_buckets(
-    searches: Sequence[_Search], counts: Tensor, pool: _Pool
-) -> tuple[list[list[int]], _Limited]:
+    searches: Sequence[_Search], counts: Tensor, pool: Pool
+) -> tuple[list[list[int]], Limited]:
     """Return for each search its bucket, the keys below it and in it; and the limit of the pool.
     Changes nothing."""
     buckets = counts.shape[1]
@@ -492,97 +629,3 @@ def _index_rounds(blocks: int) -> list[tuple[int, int]]:
     rounds = min(3, -(-need // 11))
     width = -(-need // rounds)
     return [(width * turn, 1 << width) for turn in reversed(range(rounds))]
-
-
-class _Limited(NamedTuple):
-    """Where the bytes of a pool are reached.
-
-    Args:
-        bucket: in which they are reached.
-        below: bytes removed in smaller buckets.
-        leaving: the tables that reach their own maximum in smaller buckets.
-    """
-
-    bucket: int
-    below: int
-    leaving: list[_Search]
-
-
-class _Pool:
-    """One selection over several tables: together they lose ``need`` bytes, wherever scores are
-    smallest. Without tables it changes nothing.
-
-    Blocks are removed in the order of (score, table, global index) until the bytes are reached. A
-    table that has lost its own maximum is skipped.
-
-    The tables search side by side. In each round the pool finds the bucket in which the bytes are
-    reached, the same for all of its tables. A table that reaches its maximum in a lower bucket
-    leaves the pool and continues alone.
-
-    Args:
-        need: bytes to remove; the last block may exceed it.
-
-    Attributes:
-        prices: the searches of the tables in the pool, and the bytes of a block of each.
-        bucket: the bucket in which the bytes were reached in the last round.
-    """
-
-    def __init__(self, need: int) -> None:
-        self._need = need
-        self.prices: dict[_Search, int] = {}
-        self.bucket = 0
-
-    def limit(self, searches: Sequence[_Search], upto: Tensor, buckets: Tensor) -> _Limited:
-        """Replace the buckets in which tables reach their own maximum by the one in which the bytes
-        are reached, where it is lower. Return it, for :meth:`leave_at`.
-
-        Args:
-            searches: the tables of this round, of the pool or not.
-            upto: blocks up to and including each bucket, int64 ``(searches, buckets)``.
-            buckets: the bucket of each table, int64 ``(searches, 1)``; changed in place.
-        """
-        rows = [row for row, search in enumerate(searches) if search in self.prices]
-        if not rows:
-            return _Limited(self.bucket, 0, [])
-        prices = torch.tensor([self.prices[searches[row]] for row in rows]).unsqueeze(1)
-        most = torch.tensor([searches[row].left for row in rows]).unsqueeze(1)
-        # Bytes removed up to and including each bucket; no table loses more than its maximum.
-        removed = (torch.minimum(upto[rows], most) * prices).sum(0)
-        # The last bucket if all tables together do not reach the bytes.
-        limit = min(int((removed < self._need).sum()), removed.numel() - 1)
-        below = int(removed[limit - 1]) if limit else 0
-        leaving = []
-        for row, bucket in zip(rows, buckets[rows].flatten().tolist(), strict=True):
-            if bucket < limit:
-                leaving.append(searches[row])
-        buckets[rows] = buckets[rows].clamp(max=limit)
-        return _Limited(limit, below, leaving)
-
-    def leave_at(self, limited: _Limited) -> None:
-        """Continue in the bucket of a limit."""
-        self.bucket = limited.bucket
-        self._need -= limited.below
-        for search in limited.leaving:
-            del self.prices[search]
-
-    def share(self, last: bool) -> None:
-        """Divide the bytes that are still needed among the tables, after each round.
-
-        If all blocks in the bucket are needed, every table loses its own. In the ``last`` round the
-        scores in the bucket are equal, and the first tables lose theirs. Otherwise another round
-        must tell the blocks apart.
-        """
-        most = {search: min(search.left, search.inside) for search in self.prices}
-        total = sum(blocks * self.prices[search] for search, blocks in most.items())
-        if not last and total > self._need:
-            # A table may lose its whole bucket and still not be done: other tables may use up the
-            # bytes first.
-            for search in self.prices:
-                search.done = False
-            return
-        for search, price in self.prices.items():
-            # Rounded up, as the last block may exceed the bytes; 0 once they are reached.
-            search.left = max(min(most[search], -(-self._need // price)), 0)
-            self._need -= search.left * price
-            search.done = last or search.left == search.inside
-        self.prices = {}

@@ -20,7 +20,6 @@ from torch import Tensor
 from dist_sparse.checks import UNTOUCHED, integer, number, parse_block
 from dist_sparse.groups import Facts, Group
 from dist_sparse.masking.block_masks import (
-    Goal,
     NewMasks,
     ScoredTable,
     find_cuts,
@@ -29,6 +28,7 @@ from dist_sparse.masking.block_masks import (
     score_tables,
     select,
 )
+from dist_sparse.masking.goal import Goal
 from dist_sparse.masking.kept_scores import Caching, RowMeasure, ScoreCache
 from dist_sparse.masking.scores import Measure, worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

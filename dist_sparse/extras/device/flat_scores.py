@@ -1,21 +1,24 @@
 """Mask updates of shards that are flat sequences of equal blocks, by Triton kernels on CUDA.
 
 Blocks are parts of a row that no border cuts, of a width that a kernel can sum in the CPU's order.
-The shards of many tables share each launch. Weights are read once if their scores are held, and
-twice otherwise:
+The shards of many tables share each launch, and weights are read once.
 
-1. Score all blocks, and count their leading bits.
-2. Count the blocks in the bucket that holds the threshold. If scores are not held, list these few
-   blocks, and decide about all others.
-3. Count the held scores or listed blocks.
-4. Decide about all held scores, or about the listed blocks.
+- If scores take little memory, as of whole rows, they are held: score all blocks, and count their
+  leading bits. All further passes read scores.
+- Otherwise, count the leading bits of a sample, which tell in which bucket the threshold is. Then
+  score all blocks: count the blocks below the bucket and in it, list the blocks in it, and decide
+  about all others. All further passes read the list.
+
+Where a sample has misled, or a list has no room for its blocks, passes read the weights again: they
+take longer, with the same result.
 
 Elsewhere torch's operations do the same; tests compare the kernels with them.
 """
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,12 +27,35 @@ from torch import Tensor
 
 from dist_sparse.extras.device import kernels
 from dist_sparse.masking.device import NO_PLACE, flat_width, on_host, too_large
-from dist_sparse.masking.scores import ByTotals, Limits, NewBits, Prefixes, RowTotals
+from dist_sparse.masking.scores import (
+    HISTOGRAM,
+    NOT_FINITE,
+    ByTotals,
+    Limits,
+    NewBits,
+    Prefixes,
+    RowTotals,
+)
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Shard, grid_of
 
 # Bytes of a listed block: its score and its place.
 _LISTED = 8
+
+# Tables with fewer blocks are counted as a whole.
+_SMALL = 1 << 14
+
+# Blocks of a table that are sampled, at most one in _SPARSE. The standard error of a quantile is
+# then about a tenth of a percent of the table.
+_SAMPLE = 1 << 17
+_SPARSE = 8
+
+# Columns of the counts of a sweep; the first is the removed blocks.
+_ZEROS, _LOST = 1, 4
+
+# Where an exact histogram counts all blocks above a bucket, and refused scores.
+_LAST_FINITE = NOT_FINITE >> LEADING_SHIFT
+_FIRST_REFUSED = 1 + _LAST_FINITE
 
 
 def _fits(listed: int, weights: Tensor) -> bool:
@@ -45,20 +71,39 @@ class _Narrowed:
     ``high``.
 
     Args:
-        scores: of the listed blocks, int32.
-        places: of the listed blocks, int32.
+        low, high: scores.
+        scores: of the listed blocks, int32 ``(programs, capacity)``: a region for each program of
+            the launch that has listed them.
+        places: of the listed blocks, of the same form.
+        lengths: how many blocks each program has listed, int32 ``(programs,)``.
         kept: bits, as words of 32; listed blocks are still kept.
         dirty: bits of the same form.
-        removed: number of blocks removed so far, int64 ``()``; set after the launch.
+        removed: number of blocks removed so far.
+        zeros: number of blocks that score 0.
     """
 
     low: int
     high: int
     scores: Tensor
     places: Tensor
+    lengths: Tensor
     kept: Tensor
     dirty: Tensor
-    removed: Tensor = field(init=False)
+    removed: int = 0
+    zeros: int = 0
+
+    @property
+    def job(self) -> Any:
+        """The job that reads the list."""
+        programs, capacity = self.scores.shape
+        return kernels.Job(
+            self.scores.data_ptr(),
+            programs * capacity,
+            places=self.places.data_ptr(),
+            lengths=self.lengths.data_ptr(),
+            capacity=capacity,
+            programs=programs,
+        )
 
 
 class FlatScores:
@@ -70,6 +115,11 @@ class FlatScores:
         blocks: the sparse block of each, within a row.
         measure: how elements are scored, the same in all shards.
         totals: the totals of each shard, if the measure is by them.
+        table_blocks: number of blocks of the whole table of each shard.
+
+    Attributes:
+        sampled: for each shard, how many blocks its :meth:`first_histograms` stand for, if they
+            count a sample; else 0.
     """
 
     def __init__(
@@ -78,6 +128,7 @@ class FlatScores:
         blocks: Sequence[Block],
         measure: ByTotals | str,
         totals: Sequence[RowTotals],
+        table_blocks: Sequence[int],
     ) -> None:
         # Kernels index totals by row or element.
         self._totals = [one._replace(total=one.total.contiguous()) for one in totals]
@@ -94,52 +145,147 @@ class FlatScores:
                 weights=measure.squares,
                 totals=totals[0].total.dtype,
                 of_elements=totals[0].of_elements,
+                divides=any(one.share != 1 for one in totals),
+                shifts=all(grid.cols.bit_count() == 1 for grid in self._grids),
             )
         self._narrowed: dict[int, _Narrowed] = {}
         self._ints = partial(torch.empty, dtype=torch.int32, device=self._device)
         self.held: list[Tensor] = []
         if not too_large(4, width * tensor.element_size()):
             self.held = [self._ints(grid.blocks) for grid in self._grids]
+        # Every shard of a table by the same stride, so that its parts weigh alike.
+        self._strides = [max(_SPARSE, blocks // _SAMPLE) for blocks in table_blocks]
+        self.sampled = [0] * len(self._grids)
+        for number, blocks in enumerate(table_blocks):
+            if blocks >= _SMALL and not self.held:
+                self.sampled[number] = self._grids[number].blocks
 
     def first_histograms(self) -> Tensor:
-        # Zeros, below 1, are counted as removed; the other scores by their leading bits.
-        task = {"low": 1, "high": NO_PLACE, "shift": LEADING_SHIFT}
-        jobs = [self._on_weights(number)._replace(**task) for number in range(len(self._grids))]
-        for i, scores in enumerate(self.held):
-            jobs[i] = jobs[i]._replace(scores=scores.data_ptr())
-        counts: Tensor = kernels.sweep(
-            jobs, self._scoring, self._device, 1 << 31 - LEADING_SHIFT, holds=bool(self.held)
-        )
-        return counts
+        exact = [number for number, blocks in enumerate(self.sampled) if not blocks]
+        samples = {}
+        for number, blocks in enumerate(self.sampled):
+            if blocks:
+                # At least one, wherever a few blocks of a large table are.
+                stride = min(self._strides[number], blocks)
+                job = self._on_weights(number)
+                samples[number] = job._replace(blocks=blocks // stride, stride=stride)
+        if not exact:
+            return self._leading([*samples.values()], samples=True)
+        counted = self.exact_histograms(exact)
+        if not samples:
+            return counted
+        rows = dict(zip(exact, counted, strict=True))
+        rows |= zip(samples, self._leading([*samples.values()], samples=True), strict=True)
+        return torch.stack([rows[number] for number in range(len(rows))])
+
+    def exact_histograms(self, numbers: Sequence[int]) -> Tensor:
+        jobs = []
+        for number in numbers:
+            self._narrowed.pop(number, None)
+            job = self._on_weights(number)
+            if self.held:
+                job = job._replace(scores=self.held[number].data_ptr())
+            jobs.append(job)
+        return self._leading(jobs, holds=bool(self.held))
+
+    def _leading(self, jobs: Sequence[Any], **does: bool) -> Tensor:
+        """Return the histograms of zeros and of leading bits, int64 ``(jobs, HISTOGRAM)``."""
+        jobs = [job._replace(low=0, high=NO_PLACE, shift=LEADING_SHIFT) for job in jobs]
+        swept = kernels.sweep(jobs, self._scoring, self._device, HISTOGRAM - 1, **does)
+        tally: Tensor = swept.tally
+        return tally
+
+    def around(self, buckets: Mapping[int, int], samples: Mapping[int, Tensor]) -> Tensor:
+        expected = {}
+        for number, bucket in buckets.items():
+            counted = samples[number]
+            inside, size = int(counted[bucket]), max(1, int(counted.sum()))
+            # The count in a sample varies by its square root.
+            most = inside + 4 * math.sqrt(inside + 1)
+            expected[number] = math.ceil(self._grids[number].blocks * min(1.0, most / size))
+        counts = self._narrow(buckets, expected)
+        rows = torch.zeros(len(buckets), HISTOGRAM, dtype=torch.int64)
+        for row, number in zip(rows, buckets, strict=True):
+            removed, zeros, refused, within, _ = counts[number]
+            # From all blocks to the bucket's: none of the others needs a bucket of its own.
+            row[_LAST_FINITE] = self._grids[number].blocks - removed - within - refused
+            row[_FIRST_REFUSED] = refused
+            row[1] += removed - zeros
+            row[buckets[number]] += within
+            row[0] = zeros
+        return rows
+
+    def _narrow(
+        self, buckets: Mapping[int, int], expected: Mapping[int, int]
+    ) -> dict[int, list[int]]:
+        """Decide about all blocks outside of a bucket of leading bits, and list the blocks inside
+        where there is room for them. Waits for the device.
+
+        Args:
+            buckets: by the number of the shard. Bucket 0 has the zeros, which are not listed.
+            expected: how many blocks each list probably has at most.
+
+        Returns:
+            ``counts`` of :class:`~dist_sparse.extras.device.kernels.Swept`, in CPU memory.
+        """
+        blocks = [self._grids[number].blocks for number in buckets]
+        programs = kernels.programs_for(blocks, self._scoring.width)
+        made: dict[int, _Narrowed] = {}
+        jobs = []
+        for (number, bucket), shares in zip(buckets.items(), programs, strict=True):
+            low = max(1, (bucket - 1) << LEADING_SHIFT)
+            high = (bucket << LEADING_SHIFT) - 1
+            capacity = self._capacity(number, expected[number] if bucket else 0, shares)
+            scores, lengths = self._ints(shares, capacity), self._ints(shares)
+            kept, dirty = self._words(number), self._words(number)
+            one = _Narrowed(low, high, scores, torch.empty_like(scores), lengths, kept, dirty)
+            made[number] = one
+            job = self._on_weights(number)._replace(
+                low=low,
+                high=high,
+                capacity=capacity,
+                **_addresses(
+                    scores=scores, places=one.places, lengths=lengths, kept=kept, dirty=dirty
+                ),
+            )
+            jobs.append(job)
+        does = {"lists": True, "packs": True, "counts": True}
+        swept = kernels.sweep(jobs, self._scoring, self._device, **does)
+        [counts] = on_host([swept.counts])
+        found = dict(zip(buckets, counts.tolist(), strict=True))
+        for number, one in made.items():
+            self._narrowed.pop(number, None)
+            if not found[number][_LOST]:
+                one.removed, one.zeros = found[number][: _ZEROS + 1]
+                self._narrowed[number] = one
+        return found
+
+    def _capacity(self, number: int, listed: int, programs: int) -> int:
+        """Return how many blocks each of the programs may list."""
+        if not listed or not _fits(listed, self._weights[number]):
+            return 0
+        # Tiles are dealt out in turn, so that programs find about equally many: the largest of them
+        # by few standard deviations more than the average.
+        average = listed / programs
+        deviations = math.sqrt(2 * math.log(1000 * programs))
+        return math.ceil(average + deviations * math.sqrt(average)) + 16
 
     def histograms(self, prefixes: Prefixes, before: int, shift: int, buckets: int) -> list[Tensor]:
-        to_count: dict[int, dict[str, int]] = {}
-        to_narrow: dict[int, dict[str, int]] = {}
-        narrowed: dict[int, _Narrowed] = {}
-        lengths = self._ints(len(self._grids))
-        for number, (prefix, counts) in prefixes.items():
+        # Shards that were counted as a whole: from here on, the blocks in the bucket suffice.
+        if before == LEADING_SHIFT and not self.held:
+            wide, expected = {}, {}
+            for number, (prefix, counts) in prefixes.items():
+                inside = int(counts[1 + prefix])
+                if number not in self._narrowed and _fits(inside, self._weights[number]):
+                    wide[number], expected[number] = 1 + prefix, inside
+            if wide:
+                self._narrow(wide, expected)
+        tasks = {}
+        for number, (prefix, _) in prefixes.items():
             # Zeros have a bucket of their own in the first round.
             low, high = max(1, prefix << before), ((prefix + 1) << before) - 1
-            task = {"low": low, "high": high, "shift": shift}
-            first_round = before == LEADING_SHIFT and not self.held
-            if not (first_round and _fits(int(counts[1 + prefix]), self._weights[number])):
-                to_count[number] = task
-                continue
-            inside = int(counts[1 + prefix])
-            scores, kept, dirty = self._ints(inside), self._words(number), self._words(number)
-            made = _Narrowed(low, high, scores, torch.empty_like(scores), kept, dirty)
-            narrowed[number] = made
-            to_narrow[number] = task | _addresses(
-                scores=scores, places=made.places, length=lengths[number:], kept=kept, dirty=dirty
-            )
-        found = self._sweep(to_count, buckets)
-        if to_narrow:
-            lengths.zero_()
-            found |= self._sweep(to_narrow, buckets, lists=True, packs=True)
-        for number, made in narrowed.items():
-            made.removed = found[number][0]
-        # Only now: _sweep() reads the lists of self._narrowed.
-        self._narrowed |= narrowed
+            tasks[number] = {"low": low, "high": high, "shift": shift}
+        found = self._sweep(tasks, buckets)
         return [found[number][1:] for number in prefixes]
 
     def ties(self, wanted: Limits) -> Mapping[int, Tensor]:
@@ -152,38 +298,44 @@ class FlatScores:
         }
         places = self._ints(sum(few.values())).fill_(NO_PLACE)
         lengths = self._ints(len(few))
-        scores, tasks = torch.empty_like(places), {}
+        tasks: dict[int, dict[str, int]] = {}
         lengths.zero_()
         for i, (number, most) in enumerate(few.items()):
             start = sum(map(len, found.values()))
             score = wanted[number][0]
             found[number] = places[start : start + most]
-            tasks[number] = {"low": score, "high": score} | _addresses(
-                scores=scores[start:], places=found[number], length=lengths[i:]
+            tasks[number] = {"low": score, "high": score, "room": most} | _addresses(
+                ties=found[number], tied=lengths[i:]
             )
-        self._sweep(tasks, lists=True)
+        self._sweep(tasks, ties=True)
         return found
 
     def masks(self, limits: Limits) -> dict[int, NewBits]:
         words: dict[int, tuple[Tensor, Tensor]] = {}
         tasks: dict[int, dict[str, int]] = {}
-        removed: list[tuple[int, Tensor]] = []
+        removes: dict[int, bool] = {}
         for number, (score, upto) in limits.items():
             narrowed = self._listed(number, score, score)
             if narrowed is None:
                 kept, dirty = self._words(number), self._words(number)
             else:
                 kept, dirty = narrowed.kept, narrowed.dirty
-                removed.append((number, narrowed.removed))
+                removes[number] = narrowed.removed > 0
             words[number] = kept, dirty
-            task = {"low": score, "high": score, "last": upto - 1}
+            if score == 0 and upto >= self._grids[number].blocks and number in self._narrowed:
+                # All that score 0 are removed, as in each update at a constant level. Other blocks
+                # are kept by now, or dirty.
+                narrowed = self._narrowed[number]
+                words[number] = narrowed.kept.bitwise_or_(narrowed.dirty), narrowed.dirty.zero_()
+                removes[number] = narrowed.zeros > 0
+                continue
+            task = {"low": score, "high": score, "last": min(upto - 1, NO_PLACE)}
             tasks[number] = task | _addresses(kept=kept, dirty=dirty)
-        swept = self._sweep(tasks, packs=True)
-        removed += [(number, counts[0]) for number, counts in swept.items()]
-        counted = on_host([count.view(1) for _, count in removed])
-        removes = dict.fromkeys(limits, False)
-        for (number, _), count in zip(removed, counted, strict=True):
-            removes[number] |= bool(count)
+        # Known, without a wait, where blocks were removed before a list was read.
+        unknown = [number for number in tasks if not removes.get(number)]
+        swept = self._sweep(tasks, packs=True, counts=bool(unknown))
+        counted = on_host([swept[number][:1] for number in unknown])
+        removes |= {number: bool(count) for number, count in zip(unknown, counted, strict=True)}
         made: dict[int, NewBits] = {}
         for number, (kept, dirty) in words.items():
             whole = slice(self._grids[number].bytes)
@@ -198,17 +350,20 @@ class FlatScores:
     def _sweep(
         self, tasks: Mapping[int, Mapping[str, int]], buckets: int = 0, **does: bool
     ) -> dict[int, Tensor]:
-        """Return the counts of each shard with a task, from held or listed scores if possible."""
+        """Return the tally or the counts of each shard with a task, from held or listed scores if
+        possible. Empty if the launch counts nothing."""
         launches: dict[tuple[bool, Any], dict[int, Any]] = {}
         for number, task in tasks.items():
             how, job = self._source(number, task["low"], task["high"])
             launches.setdefault(how, {})[number] = job._replace(**task)
         found: dict[int, Tensor] = {}
         for (from_list, scoring), jobs in launches.items():
-            counts = kernels.sweep(
+            swept = kernels.sweep(
                 [*jobs.values()], scoring, self._device, buckets, from_list=from_list, **does
             )
-            found |= zip(jobs, counts.unbind(), strict=True)
+            counted = swept.tally if buckets else swept.counts
+            if counted is not None:
+                found |= zip(jobs, counted.unbind(), strict=True)
         return found
 
     def _on_weights(self, number: int) -> Any:
@@ -221,9 +376,10 @@ class FlatScores:
         # All fields of a job are int64: these have the bits of float64.
         numbers = struct.pack("ddd", totals.initial, totals.share, totals.most)
         initial, share, most = struct.unpack("qqq", numbers)
+        shifts = self._scoring.shifts
         return job._replace(
             totals=totals.total.data_ptr(),
-            per_row=grid.cols,
+            per_row=grid.cols.bit_length() - 1 if shifts else grid.cols,
             initial=initial,
             share=share,
             most=most,
@@ -244,8 +400,7 @@ class FlatScores:
             scores = self.held[number]
             return (False, given), job(scores.data_ptr(), scores.numel())
         if narrowed := self._listed(number, low, high):
-            scores, places = narrowed.scores, narrowed.places
-            return (True, given), job(scores.data_ptr(), scores.numel(), listed=places.data_ptr())
+            return (True, given), narrowed.job
         return (False, self._scoring), self._on_weights(number)
 
 

@@ -1,5 +1,5 @@
-"""Triton kernel of dirty rows: flags rows before a backward writes them, and zeroes their removed
-weights before a lookup reads them.
+"""Triton kernels of rows that ids name. One flags rows before a backward writes them, and zeroes
+their removed weights before a lookup reads them; one reads flags of rows, or counts lookups.
 
 Imported only where Triton can run, like :mod:`dist_sparse.extras.device.kernels`.
 """
@@ -20,6 +20,9 @@ from dist_sparse.tables.shards import sent
 
 # Elements that a program looks at together: 8 for each thread of its 4 warps.
 _TILE = 1024
+
+# Flags that a program looks at together where it cleans all rows: most are clean.
+_FLAGS = 1024
 
 # A tile has at most this many columns, one for each lane of a warp: wider rows take several turns.
 _COLS = 32
@@ -154,7 +157,8 @@ class TritonRowCleaner:
         marks: bool = False,
         by_id: bool = True,
     ) -> None:
-        per_program = _TILE // cols
+        ids_at_once = _TILE // cols
+        per_program = ids_at_once if by_id else max(ids_at_once, _FLAGS)
         features = table.numel() // len(Feature._fields)
         # Triton launches on the current device, wherever its arguments are.
         with torch.cuda.device(ids.get_device()):
@@ -169,10 +173,61 @@ class TritonRowCleaner:
                 STEPS=(features - 1).bit_length(),
                 SHIFTS=self._shifts,
                 WORD=self._word,
-                IDS=per_program,
+                SPAN=per_program,
+                IDS=ids_at_once,
                 COLS=cols,
                 MARKS=marks,
                 BY_ID=by_id,
+                num_warps=4,
+            )
+
+
+class TritonLookups:
+    """Reads or counts the rows that the ids of a lookup name: one launch for all features.
+
+    Args:
+        of_features: for each feature, in the order of the ids, a tensor with an element for each
+            row of its table, all of one dtype; None for a table without one.
+    """
+
+    def __init__(self, of_features: Sequence[Tensor | None]) -> None:
+        # Kernels know them by their addresses.
+        self._alive = [each for each in of_features if each is not None]
+        known: list[int] = []
+        for each in of_features:
+            known += (0, 0) if each is None else (each.data_ptr(), len(each))
+        self._features = len(of_features)
+        self._table = sent(known, self._alive[0].device)
+
+    def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
+        """Add 1 to the elements that ids name; arguments as of :meth:`TritonRowCleaner.clean_read`.
+        Each element must be int32 or float64."""
+        kind = tl.int32 if self._alive[0].dtype == torch.int32 else tl.float64
+        self._launch(ids, ends, ids, kind)
+
+    def flags(self, ids: Tensor, ends: Sequence[int] | Tensor) -> Tensor:
+        """Return the elements that ids name, bool ``(n,)``; True for ids of a table without."""
+        found = torch.empty(ids.numel(), dtype=torch.bool, device=ids.device)
+        self._launch(ids, ends, found.view(torch.uint8), None)
+        return found
+
+    def _launch(self, ids: Tensor, ends: Sequence[int] | Tensor, out: Tensor, kind: Any) -> None:
+        count = ids.numel()
+        if count == 0:
+            return
+        ends = ends if isinstance(ends, Tensor) else sent(ends, ids.device)
+        with torch.cuda.device(ids.get_device()):
+            visit_lookups[(-(-count // _TILE),)](
+                ids.contiguous(),
+                count,
+                ends,
+                ends.stride(0),
+                self._table,
+                self._features,
+                out,
+                STEPS=(self._features - 1).bit_length(),
+                TYPE=kind,
+                IDS=_TILE,
                 num_warps=4,
             )
 
@@ -196,23 +251,24 @@ def visit_rows(
     STEPS: tl.constexpr,
     SHIFTS: tl.constexpr,
     WORD: tl.constexpr,
+    SPAN: tl.constexpr,
     IDS: tl.constexpr,
     COLS: tl.constexpr,
     MARKS: tl.constexpr,
     BY_ID: tl.constexpr,
 ) -> None:
     """Flag the rows of ids (MARKS), or zero the removed weights of rows that are flagged, COLS
-    columns at a time. Each program takes IDS ids, feature by feature. Without BY_ID, all rows of
-    the tables take the place of the ids.
+    columns at a time. Each program takes SPAN ids, feature by feature and IDS at a time. Without
+    BY_ID, all rows of the tables take the place of the ids; SPAN is IDS with it.
 
     Tiles are flat, so that the lanes of a warp read neighbours in a row: Triton would lay out a
     matrix of addresses, about which it knows nothing, by columns. The numbers added to ``info`` are
     the positions of the fields of :class:`Feature`.
     """
     element = tl.arange(0, IDS * COLS)
-    position = tl.program_id(0).to(tl.int64) * IDS
+    position = tl.program_id(0).to(tl.int64) * SPAN
     last = tl.minimum(
-        tl.minimum(position + IDS, count),
+        tl.minimum(position + SPAN, count),
         tl.load(ends + features.to(tl.int64) * stride).to(tl.int64),
     )
     position = tl.maximum(position, tl.load(ends).to(tl.int64))
@@ -237,23 +293,26 @@ def visit_rows(
             tl.load(info + 8).to(tl.int32),
         )
 
+        flags = tl.load(info + 10).to(tl.pointer_type(tl.uint8))
+        first_row = tl.full([], 0, dtype=tl.int64)
+        if not BY_ID:
+            # On to the first dirty row, if there is any.
+            first_row = tl.load(ends + feature * stride).to(tl.int64)
+            here = position + tl.arange(0, SPAN)
+            dirty = tl.load(flags + (here - first_row), mask=here < stop, other=0).to(tl.int32)
+            position = tl.min(tl.where(dirty > 0, here, stop), 0)
+            stop = tl.minimum(stop, position + IDS)
+            cols = tl.where(position < stop, cols, 0)
+
         # Offsets that grow with the table need 64 bits, once for each row; within a row 32 suffice.
         at = position + element // COLS
         # No columns: the table of the feature is not masked.
         inside = at < tl.where(cols > 0, stop, 0)
-        flags = tl.load(info + 10).to(tl.pointer_type(tl.uint8))
         if BY_ID:
             row = tl.load(ids + at, mask=inside, other=0).to(tl.int64)
             row = tl.where((row >= 0) & (row < tl.load(info + 3)), row, 0)
         else:
-            first_row = tl.load(ends + feature * stride)
             row = at - first_row
-            # Most rows are clean, and nothing but their flags is read: without a dirty row, no
-            # columns are visited.
-            here = position + tl.arange(0, IDS)
-            dirty = tl.load(flags + (here - first_row), mask=here < stop, other=0).to(tl.int32)
-            cols = tl.where(tl.max(dirty) > 0, cols, 0)
-            inside = at < tl.where(cols > 0, stop, 0)
         if MARKS:
             tl.store(flags + row, tl.full([IDS * COLS], 1, dtype=tl.uint8), mask=inside)
         else:
@@ -275,3 +334,40 @@ def visit_rows(
         # This ends, even if `ends` does not ascend: the search found that the next feature begins
         # after `position`.
         position = stop
+
+
+@triton.jit(do_not_specialize=["count", "stride", "features"])  # type: ignore[untyped-decorator]
+def visit_lookups(
+    ids: tl.tensor,
+    count: tl.tensor,
+    ends: tl.tensor,
+    stride: tl.tensor,
+    table: tl.tensor,
+    features: tl.tensor,
+    out: tl.tensor,
+    STEPS: tl.constexpr,
+    TYPE: tl.constexpr,
+    IDS: tl.constexpr,
+) -> None:
+    """Add 1 to the elements of type TYPE that ids name, or without a TYPE, read their bytes. For
+    each feature, ``table`` has the address of the elements and their number."""
+    position = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
+    here = position < count
+    # By binary search, as in visit_rows().
+    feature = tl.zeros([IDS], dtype=tl.int64)
+    for step in tl.static_range(STEPS):
+        later = feature + (1 << (STEPS - 1 - step))
+        start = tl.load(ends + later * stride, mask=later < features, other=0)
+        feature = tl.where((later < features) & (start <= position), later, feature)
+    last = tl.load(ends + features.to(tl.int64) * stride)
+    rows = tl.load(table + feature * 2 + 1)
+    known = here & (position >= tl.load(ends)) & (position < last) & (rows > 0)
+    row = tl.load(ids + position, mask=known, other=0).to(tl.int64)
+    row = tl.where((row >= 0) & (row < rows), row, 0)
+    address = tl.load(table + feature * 2)
+    if TYPE is not None:
+        one = tl.full([IDS], 1, dtype=TYPE)
+        tl.atomic_add(address.to(tl.pointer_type(TYPE)) + row, one, mask=known, sem="relaxed")
+    else:
+        flag = tl.load(address.to(tl.pointer_type(tl.uint8)) + row, mask=known, other=1)
+        tl.store(out + position, flag, mask=here)

@@ -23,6 +23,7 @@ from torch import Tensor
 from dist_sparse.enforcer.rows import MaskedShard
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Block, Rect, grid_of
+from tests.extras.device.machine_code import Compiled, compiled, kernels_of_rows, kernels_of_updates
 
 DEVICE = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -360,94 +361,23 @@ def more_than_2_31_elements_and_bits() -> None:
 
 
 def compile_for_cuda() -> None:
-    """Compiles the kernels to machine code, which needs no GPU: the interpreter takes more than the
-    compiler does."""
-    import triton.language as tl
-
-    from dist_sparse.extras.device.row_kernels import Feature, visit_rows
-
-    arguments = {
-        "ids": "*i64",
-        "count": "i32",
-        "ends": "*i32",
-        "stride": "i32",
-        "table": "*i64",
-        "features": "i32",
-    }
-    for ids, shifts, word, steps, marks, by_id in (
-        ("*i64", True, tl.int32, 5, False, True),
-        ("*i32", False, tl.int16, 0, False, True),
-        ("*i64", True, tl.int32, 5, True, True),
-        ("*i64", True, tl.int32, 2, False, False),
-    ):
-        constants = {
-            "FIELDS": len(Feature._fields),
-            "STEPS": steps,
-            "SHIFTS": shifts,
-            "WORD": word,
-            "IDS": 1024 if marks else 32,
-            "COLS": 1 if marks else 32,
-            "MARKS": marks,
-            "BY_ID": by_id,
-        }
-        compile_one(visit_rows, {**arguments, "ids": ids}, constants)
+    """Compiles the kernel of rows to machine code, which needs no GPU: the interpreter takes more
+    than the compiler does."""
+    for one in kernels_of_rows().values():
+        compile_one(one)
 
 
 def compile_mask_updates() -> None:
-    """The kernels of mask updates: of 1 x 4 blocks, of rows, by each kind of totals, and of held or
-    listed scores."""
-    import triton.language as tl
-
-    from dist_sparse.extras.device import kernels
-
-    jobs = {"jobs": "*i64"}
-    by: dict[str, dict[str, Any]] = {
-        "": {},
-        "sums": {"totals": torch.float32},
-        "sums of elements": {"totals": torch.float32, "of_elements": True},
-        "counts": {"totals": torch.int32, "weights": False},
-        "decayed counts": {"totals": torch.float64, "weights": False},
-    }
-    names = ("BUCKETS", "LISTED", "HOLDS", "LISTS", "PACKS")
-    for width, blocks, known, does in (
-        (4, 512, "", {"BUCKETS": 2048}),
-        (4, 512, "", {"BUCKETS": 1024, "LISTS": True, "PACKS": True}),
-        (4, 512, "sums", {"BUCKETS": 1024, "LISTS": True, "PACKS": True}),
-        (4, 512, "sums of elements", {"BUCKETS": 2048}),
-        (1, 2048, "sums", {"BUCKETS": 2048}),
-        (128, 128, "", {"BUCKETS": 2048, "HOLDS": True}),
-        (128, 128, "sums", {"BUCKETS": 2048, "HOLDS": True}),
-        (128, 128, "sums of elements", {"BUCKETS": 2048, "HOLDS": True}),
-        (128, 128, "counts", {"BUCKETS": 2048, "HOLDS": True}),
-        (128, 128, "decayed counts", {"BUCKETS": 2048, "HOLDS": True}),
-        (0, 2048, "", {"BUCKETS": 1024, "LISTED": True}),
-        (0, 2048, "", {"LISTS": True, "LISTED": True}),
-        (0, 2048, "", {"PACKS": True, "LISTED": True}),
-        (0, 2048, "", {"PACKS": True}),
-    ):
-        scoring = kernels.Scoring(torch.float32, width, **by[known])
-        constants: dict[str, Any] = dict.fromkeys(names, False) | scoring.constants() | does
-        constants |= {"BUCKETS": does.get("BUCKETS", 0), "FIELDS": len(kernels.Job._fields)}
-        constants |= {"BLOCKS": blocks, "LANES": min(max(1, width), 16)}
-        compile_one(kernels.sweep_kernel, {**jobs, "counts": "*i64"}, constants)
-    for changed in (False, True):
-        constants = {"FIELDS": len(kernels.Pruning._fields), "WORD": tl.int32, "WIDTH": 4}
-        constants |= {"BLOCKS": 512, "LANES": 4, "CHANGED": changed}
-        compile_one(kernels.prune_kernel, jobs, constants)
+    """The kernels of mask updates."""
+    for one in kernels_of_updates().values():
+        compile_one(one)
 
 
-def compile_one(kernel: Any, arguments: dict[str, str], constants: dict[str, Any]) -> None:
+def compile_one(one: Compiled) -> None:
     """Compile a kernel for an A100, an H100, and two newer GPUs. No product is added before it is
     rounded, as on a CPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     for capability in (80, 90, 100, 120):
-        target, options = GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False}
-        binary = triton.compile(source, target=target, options=options)
+        binary = compiled(one, capability)
         assert ".global" in binary.asm["ptx"] and binary.asm["cubin"]
         assert "fma.rn.f64" not in binary.asm["ptx"]
 

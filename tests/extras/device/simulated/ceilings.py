@@ -38,7 +38,7 @@ class Ceiling(NamedTuple):
 # By block. No score but the frequency, which counts lookups, costs an ordinary step more; whole rows
 # are flagged for scores that read which rows were written.
 ORDINARY_STEP: Final = {
-    "row": Ceiling(0, 14, 58, 3),
+    "row": Ceiling(0, 2, 2, 1),
     "1x4": Ceiling(0, 2, 20, 1),
     "2x2": Ceiling(0, 2, 20, 1),
     "1x1": Ceiling(0, 2, 20, 1),
@@ -47,17 +47,17 @@ ORDINARY_STEP: Final = {
 
 # The first step after a mask update takes the new masks, and does not wait either.
 FIRST_STEP: Final = {
-    "row": Ceiling(0, 84, 161, 4),
+    "row": Ceiling(0, 43, 87, 1),
     "1x4": Ceiling(0, 40, 49, 1),
     "2x2": Ceiling(0, 54, 250, 12),
     "1x1": Ceiling(0, 42, 133, 1),
 }
 
 # By norms, and by norms times Adagrad's sums, the default of sparsify(). Kernels take all blocks
-# within a row; others are scored by torch, again in each round.
+# within a row, and read the weights once; others are scored by torch, again in each round.
 UPDATE: Final = {
-    "row": Ceiling(4, 22, 3_770, 90),
-    "1x4": Ceiling(4, 25, 7_340, 196),
+    "row": Ceiling(4, 22, 3_670, 60),
+    "1x4": Ceiling(4, 25, 4_720, 196),
     "2x2": Ceiling(4, 278, 210_100, 8_300),
     "1x1": Ceiling(4, 25, 7_810, 363),
 }

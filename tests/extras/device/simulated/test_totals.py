@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.block_masks import Goal, new_masks, score_tables
+from dist_sparse.masking.block_masks import new_masks, score_tables
+from dist_sparse.masking.goal import Goal
 from dist_sparse.masking.scores import ByTotals, RowTotals
 from dist_sparse.tables.shards import Block, Rect, whole
 from tests.extras.device.simulated.fake import counting, cuda, inner
@@ -18,6 +19,8 @@ from tests.extras.device.simulated.runs import on_device
 ROWS, COLUMNS = 301, 48
 RECT = Rect(0, 0, ROWS, COLUMNS)
 BLOCKS = {"row": (1, COLUMNS), "1x4": (1, 4), "1x1": (1, 1), "1x16": (1, 16), "1x5": (1, 5)}
+# Blocks of widths that are no power of two and no multiple of 16.
+BLOCKS |= {"1x6": (1, 6), "1x24": (1, 24)}
 
 
 def sums(*shape: int) -> Tensor:
@@ -66,12 +69,25 @@ def test_masks_are_the_cpus(block: str, name: str, squares: bool) -> None:
     assert all(map(torch.equal, expected, found))
 
 
+@pytest.mark.parametrize("columns", [20, 39, 100, 500])
+def test_rows_of_any_width_take_kernels(columns: int) -> None:
+    weights = torch.randn(ROWS, columns)
+    known = RowTotals(Rect(0, 0, ROWS, columns), sums(ROWS), 0.1)
+    expected = masks_of(weights, known, (1, columns), True)
+    with on_device():
+        there = known._replace(total=cuda(known.total))
+        with counting() as meter:
+            found = masks_of(cuda(weights), there, (1, columns), True)
+    assert all(map(torch.equal, expected, found))
+    assert meter.spent.launches <= 22
+
+
 def test_tables_share_launches() -> None:
     weights, known = torch.randn(ROWS, COLUMNS), TOTALS["of rows"]()
     launches = []
     with on_device():
         there = known._replace(total=cuda(known.total))
-        for times in (1, 8):
+        for times in (2, 8):
             with counting() as meter:
                 masks_of(cuda(weights), there, (1, COLUMNS), True, times)
             launches.append(meter.spent.launches)

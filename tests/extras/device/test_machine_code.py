@@ -1,0 +1,85 @@
+"""What the kernels cost by instruction: ceilings, which may only fall.
+
+Counted in machine code, which is compiled here by the release of Triton that the tests pin. So a
+kernel that moves few bytes and takes long over them is seen without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.extras.device.machine_code import Counts
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only"),
+    pytest.mark.slow,
+]
+
+# The release whose code the ceilings count.
+TRITON: Final = "3.7.1"
+
+# By compute capability and kernel.
+CEILINGS: Final[dict[int, dict[str, Counts]]] = {}
+
+
+@lru_cache
+def found(capability: int, cache: Path) -> dict[str, Counts]:
+    """What each kernel consists of, from a process of its own."""
+    import triton
+
+    if triton.__version__ != TRITON:
+        pytest.skip(f"CEILINGS ARE OF TRITON {TRITON}, NOT OF {triton.__version__}")
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    if not all((tools / name).exists() for name in ("nvdisasm", "cuobjdump")):
+        pytest.skip(f"TRITON HAS NO nvdisasm OR cuobjdump IN {tools}")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.extras.device.machine_code", str(capability)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: Counts(*counts) for name, counts in json.loads(done.stdout).items()}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.mark.parametrize("capability", CEILINGS)
+def test_instructions_are_at_most_their_ceilings(capability: int, cache: Path) -> None:
+    counts, most = found(capability, cache), CEILINGS[capability]
+    assert counts.keys() == most.keys()
+    wrong = []
+    for name, one in counts.items():
+        *at_most, load = most[name]
+        above = [
+            f"{field}: {is_} instead of {limit}"
+            for field, is_, limit in zip(Counts._fields, one, at_most, strict=False)
+            if is_ > limit
+        ]
+        if one.load < load:
+            above.append(f"load: {one.load} bits instead of {load}")
+        wrong += [f"{name}: {each}" for each in above]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_kernel_waits_for_memory_or_counts_in_shared_memory(cache: Path) -> None:
+    """Atomic operations are relaxed, and histograms are in global memory."""
+    for name, one in found(90, cache).items():
+        assert (one.shared_atomics, one.fences) == (0, 0), name
