@@ -96,7 +96,7 @@ def _row_bytes(dim: int, served: str) -> float:
 
 
 def _table_bytes(dim: int, served: str) -> float:
-    """Bytes of a table beside its rows: the grids of its columns."""
+    """Bytes of a table beside its rows, at most: the grids of its columns."""
     return 8 * dim if served == "int4 column" else 0
 
 
