@@ -29,7 +29,17 @@ from dlrm.batches import Dataset, SparseFeature
 from dlrm.hashing import folded, hashed_cross
 from dlrm.predictions import Predictions
 
-__all__ = ["ALL_FORMS", "FULL", "METHODS", "Case", "Form", "forms", "run"]
+__all__ = [
+    "ALL_FORMS",
+    "FULL",
+    "METHODS",
+    "Case",
+    "Form",
+    "forms",
+    "frequent_only",
+    "run",
+    "two_hashed",
+]
 
 Case = dict[str, Any]
 Rows = Mapping[str, int]
@@ -187,7 +197,7 @@ def _coded_forms(rows: Rows, narrower: Sequence[int], limit: float) -> list[Form
 # What a method does to ids before training.
 
 
-def _two_hashed(data: Dataset, rows: Rows) -> Dataset:
+def two_hashed(data: Dataset, rows: Rows) -> Dataset:
     """Return the data with two ids for each id of some features: two hashes, whose rows add up."""
 
     def hashed(feature: SparseFeature) -> SparseFeature:
@@ -203,7 +213,7 @@ def _two_hashed(data: Dataset, rows: Rows) -> Dataset:
     return replace(data, sparse=tuple(map(hashed, data.sparse)))
 
 
-def _frequent(data: Dataset, rows: Rows) -> Dataset:
+def frequent_only(data: Dataset, rows: Rows) -> Dataset:
     """Return the data in which only the ids that training looks up most have a row of their own; all
     others share the first."""
 
@@ -222,8 +232,8 @@ def _frequent(data: Dataset, rows: Rows) -> Dataset:
 
 _MAPPED: dict[str, Callable[[Dataset, Rows], Dataset]] = {
     _HASH: folded,
-    _TWO_HASHES: _two_hashed,
-    _CUT: _frequent,
+    _TWO_HASHES: two_hashed,
+    _CUT: frequent_only,
 }
 
 

@@ -93,7 +93,7 @@ def test_the_full_table_is_served_in_all_forms_of_one_training() -> None:
 @on_ranks(1)
 def test_a_frequency_cut_keeps_the_ids_that_training_looks_up_most() -> None:
     problem = small_problem()
-    cut = tables_methods._frequent(problem.data, {"user": 10})
+    cut = tables_methods.frequent_only(problem.data, {"user": 10})
     [user] = [each for each in cut.sparse if each.name == "user"]
     [before] = [each for each in problem.data.sparse if each.name == "user"]
     counts = torch.bincount(before.ids[problem.data.train], minlength=ROWS["user"])
@@ -105,7 +105,7 @@ def test_a_frequency_cut_keeps_the_ids_that_training_looks_up_most() -> None:
 @on_ranks(1)
 def test_two_hashes_add_two_rows() -> None:
     problem = small_problem()
-    data = tables_methods._two_hashed(problem.data, {"item": 50, "user": 20})
+    data = tables_methods.two_hashed(problem.data, {"item": 50, "user": 20})
     for name, ids in (("item", 4), ("user", 2), ("day", 1)):
         [each] = [one for one in data.sparse if one.name == name]
         assert each.take(torch.arange(3))[1].tolist() == [ids] * 3
