@@ -160,7 +160,7 @@ def _kept_rows(rows: Rows, read: Rows) -> Rows:
 
 
 def _bitmaps(tables: Rows) -> float:
-    """Bytes of a bit for each row, in words of 8 bytes."""
+    """Bytes of a bit for each row, at most: in words of 8 bytes."""
     return sum(8.0 * math.ceil(count / 64) for count in tables.values())
 
 

@@ -3,8 +3,10 @@ that it says."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,7 +85,7 @@ def test_the_full_table_is_served_in_all_forms_of_one_training() -> None:
     assert sizes["int8"] == 12 * rows and sizes["int4"] == 8 * rows
     assert sizes["int4 column"] == 4 * rows + 2 * 8 * len(ROWS)  # a scale in float16
     read = rows_read(problem)
-    bits = sum(8 * -(-ROWS[name] // 64) for name in ("item", "user"))
+    bits = sum(4 * -(-ROWS[name] // 32) for name in ("item", "user"))
     kept = read["item"] + read["user"] + ROWS["day"]
     assert sizes["untouched rows, fp32"] == 32 * kept + bits
     # Of the test, half of the items at least are new.
@@ -178,10 +180,10 @@ def test_wrong_options_are_refused(
 
 
 @on_ranks(1)
-def test_wrong_data_ends_with_its_message(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert tables.main(["--movielens", str(tmp_path)]) == 1
+def test_wrong_data_ends_with_its_message(tmp_path: Path) -> None:
+    with redirect_stderr(io.StringIO()) as said:
+        assert tables.main(["--movielens", str(tmp_path)]) == 1
+    assert f"error: {tmp_path} has neither ratings.dat" in said.getvalue()
 
 
 # The report.
