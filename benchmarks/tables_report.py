@@ -263,9 +263,10 @@ def _details(lines: Sequence[Line]) -> str:
     for line in lines:
         one = line.rows[0]
         over = f"{line.over(line.full):+.4f}" + ("" if line.against_full else " (noise)")
-        # Two settings may differ in which tables shrink.
         where = " of the largest table" if one["largest"] else ""
         kept = "all" if one["share"] == 1 else f"{one['share']:.0%}{where}"
+        if _removes(line):
+            kept = "read"
         served = f"{one['dim'] // one['group']} codes" if one["group"] else line.served
         cells = [
             line.budget,
