@@ -31,7 +31,7 @@ _LOOKS = dict(
         (
             ("#009E73", "o"),
             ("#0072B2", "s"),
-            ("#808080", "v"),
+            ("#999933", "v"),
             ("#56B4E9", "v"),
             ("#E69F00", "^"),
             ("#D55E00", "D"),
@@ -334,7 +334,7 @@ def _panel(axes: Any, title: str, lines: Sequence[Line]) -> None:
         "all rows, any dtype": [line for line in plain if not _removes(line)],
         "touched rows, any dtype": [line for line in plain if _removes(line)],
     }
-    looks = {"all rows, any dtype": ("#000000", "s"), "touched rows, any dtype": ("#009E73", "s")}
+    looks = {"all rows, any dtype": ("#808080", "s"), "touched rows, any dtype": ("#009E73", "s")}
     for method, look in _LOOKS.items():
         groups[method] = [line for line in lines if line.method == method]
         looks[method] = look
