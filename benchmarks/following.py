@@ -42,8 +42,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 GRIDS: dict[str, list[dict[str, Any]]] = {
     "following": [
-        {"half_life": steps, "nursery": share}
-        for steps, share in product((80, 320), (0.05, 0.1))
+        {"half_life": steps, "nursery": share} for steps, share in product((80, 320), (0.05, 0.1))
     ],
     "lfu": [{"least": lookups} for lookups in (1, 2, 3, 4)],
     "distance lfu": [{"exponent": power} for power in (0.5, 1.0, 1.5, 2.0)],
@@ -107,7 +106,7 @@ def main() -> int:
     return 0
 
 
-def _compared(stream: Run, path: str) -> list[Run]:
+def _compared(stream: Run, path: str, intervals: Sequence[int] = ()) -> list[Run]:
     """Tune on some seeds, then report others: all methods, and other intervals."""
     case = {**stream, "path": path}
     tuning = [
@@ -127,12 +126,12 @@ def _compared(stream: Run, path: str) -> list[Run]:
             runs += _runs([budget], method, DEFAULTS[method])
     others = [
         {**run, "every": every}
-        for budget, method, every in product(stream["budgets"], GRIDS, OTHER_INTERVALS)
+        for budget, method, every in product(stream["budgets"], GRIDS, intervals)
         for run in _runs([budget], method, best[budget, method])
     ]
     final = [
         {**case, "seed": seed, "tuning": False, "runs": some}
-        for some, seed in product((runs, others), SEEDS)
+        for some, seed in product([runs, *([others] if others else [])], SEEDS)
     ]
     return tried + _measured(final)
 
@@ -176,8 +175,8 @@ def tune(tried: Sequence[Run]) -> dict[tuple[float, str], Run]:
 
 
 PARTS: dict[str, Callable[[str], list[Run]]] = {
-    "stream": lambda path: _compared(DRIFTING, path),
-    "movielens": lambda path: _compared(MOVIELENS, path),
+    "stream": lambda path: _compared(DRIFTING, path, OTHER_INTERVALS),
+    "movielens": lambda path: _compared(MOVIELENS, path, OTHER_INTERVALS),
     "lastfm": lambda path: _compared(LASTFM, path),
     "others": _untuned,
     "memory": lambda _: _measured(MEASURED),
@@ -197,7 +196,8 @@ def report(found: Sequence[Run]) -> str:
         return "\n\n".join([notes, *tables])
     what = found[0]["what"]
     parts = [f"{_NOTES[what]} {_TUNED[what == 'stream']} {_SHARED}", _table(cases)]
-    parts += [_INTERVALS, _intervals(cases)]
+    if any(run["every"] != EVERY for case in cases for run in case["runs"]):
+        parts += [_INTERVALS, _intervals(cases)]
     parts += [_TRIED, _tried([case for case in found if case["tuning"]])]
     return "\n\n".join(parts)
 
@@ -222,9 +222,7 @@ _NOTES = {
 }
 
 _TUNED = {
-    True: (
-        "Settings of following tables, LFU and distance LFU: the best of four on seed 7."
-    ),
+    True: ("Settings of following tables, LFU and distance LFU: the best of four on seed 7."),
     False: (
         "Settings of following tables, LFU and distance LFU: the best of four on the first 40% of"
         " the log. Later: the AUC of the remaining 60%, which chose nothing."
