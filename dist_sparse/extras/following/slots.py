@@ -31,10 +31,11 @@ from dist_sparse.extras.following.selection import (
     PROTECTED,
     CandidateCounts,
     LookupCounts,
-    Weight,
     admission_counts,
     exchange,
     gather_parts,
+    lookups_of,
+    ranking_keys,
     select_winners,
 )
 from dist_sparse.extras.following.slotted import (
@@ -125,7 +126,7 @@ class _Table:
             holds: whether the ids hold slots.
         """
         # The lowest bit breaks ties in favour of holders.
-        keys = 2 * self.counts.of(ids) + holds
+        keys = ranking_keys(self.counts.of(ids)) + holds
         return keys.masked_fill_(torch.isin(ids, self.protected), PROTECTED)
 
     def have_slots(self, ids: Tensor) -> Tensor:
@@ -133,24 +134,24 @@ class _Table:
         slots: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu()
         return slots >= 0
 
-    def add_lookups(self, arrived: Sequence[tuple[Tensor, Tensor]], weight: int) -> None:
+    def add_lookups(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add lookups of owned ids.
 
         Args:
             arrived: from each rank, distinct ids and how often it has looked them up.
-            weight: the number that one lookup adds to a count.
         """
         new_ids = [self.new_ids]
         for ids, times in arrived:
             # Compare the ids of all ranks with the old counts first: an id that several ranks send,
             # or that summary() has already counted, is new until the next update.
-            is_new = (self.counts.of(ids.long()) == 0) | torch.isin(ids.long(), self.new_ids)
+            is_new = lookups_of(self.counts.of(ids.long())) == 0
+            is_new |= torch.isin(ids.long(), self.new_ids)
             is_new &= ~self.have_slots(ids)
             self.lookup_stats.add_(torch.tensor(LookupStats(unseen=int(times[is_new].sum()))))
             new_ids.append(ids[is_new].long())
         self.new_ids = torch.cat(new_ids)
         for ids, times in arrived:
-            self.counts.add(ids, times, weight)
+            self.counts.add(ids, times)
 
     def reset_stats(self) -> None:
         """Begin the interval after an update."""
@@ -159,15 +160,15 @@ class _Table:
 
     def count_without_slot(self) -> tuple[int, int]:
         """Return how many owned ids have a count but no slot, and how many have no count."""
-        seen = int(self.counts.counts.count_nonzero())
-        with_slot = int(self.counts.of(self.owned_holders()).count_nonzero())
+        seen = self.counts.num_seen()
+        with_slot = int(lookups_of(self.counts.of(self.owned_holders())).count_nonzero())
         return seen - with_slot, self.counts.last - self.counts.first - seen
 
     def newcomers(self, least: int) -> Tensor:
         """Return the owned ids without a slot that may win one, ascending, int64.
 
         Args:
-            least: the smallest count with which an unprotected id may win.
+            least: the fewest lookups with which an unprotected id may win.
         """
         owned = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
         ids: Tensor = torch.unique(torch.cat([self.counts.looked_up(least), self.protected[owned]]))
@@ -183,15 +184,17 @@ class FollowingTables:
     """The following tables of a sharded model, and the lookup counts that decide which ids hold
     slots.
 
-    Each id has an int32 count on the rank that owns it. A table with more than 2,147,483,645 ids
-    counts only the ids with the highest counts, then the smaller ids; any other id starts from 0
-    when it is next looked up.
+    Each id has a count of one byte on the rank that owns it: up to 15 lookups, halved every
+    ``half_life`` steps, and the updates since the last one, up to 15. Its score is lookups /
+    (1 + updates since the last one). A table with more than 2,147,483,645 ids counts only the ids
+    with the highest scores, then the smaller ids; any other id starts from 0 when it is next looked
+    up.
 
-    Every ``every`` steps the slots are given to the hottest ids. An id is admitted if it has
-    ``admit_after`` lookups, and more than another id that holds a slot. It gets initial weights,
-    drawn by seed, table and id, and new optimizer state; a slot stays where it is stored. With
-    equal counts, holders stay, then smaller ids win: slots are the same on every sharding and
-    number of ranks.
+    Every ``every`` steps the slots are given to the hottest ids. An id that was looked up since the
+    last update is admitted if it has ``admit_after`` lookups, and a higher score than another id
+    that holds a slot. It gets initial weights, drawn by seed, table and id, and new optimizer
+    state; a slot stays where it is stored. With equal scores, holders stay, then smaller ids win:
+    slots are the same on every sharding and number of ranks.
 
     A train pipeline translates batches ahead. Ids that lose their slots are not found from the
     update on; new holders are found once the batches in flight have been trained, so that a slot is
@@ -205,12 +208,12 @@ class FollowingTables:
         optimizer: one or all optimizers that step tables without a fused optimizer; ``()`` if there
             is none. New rows get fresh state.
         every: steps between updates.
-        admit_after: lookups that an id needs before it gets a slot; with ``decay``, in today's
-            weight.
-        decay: factor on the weight of earlier lookups at each update, in [0.01, 1].
+        admit_after: lookups that an id needs before it gets a slot, in [1, 15].
+        half_life: steps after which a lookup counts half. Counts are halved at the first update
+            after every ``half_life`` steps, rounding down.
         protect_ids: ids of each table that hold a slot from the first update on, whatever is looked
             up.
-        candidates: ids with a count per slot, for tables with more than 2,147,483,645 ids; 12 bytes
+        candidates: ids with a count per slot, for tables with more than 2,147,483,645 ids; 9 bytes
             each, over all ranks.
         seed: the seed of initial weights.
 
@@ -240,7 +243,7 @@ class FollowingTables:
         *,
         every: int = 100,
         admit_after: int = 1,
-        decay: float = 1.0,
+        half_life: int = 80,
         protect_ids: Mapping[str, Sequence[int] | Tensor] | None = None,
         candidates: int = 4,
         seed: int = 0,
@@ -248,11 +251,11 @@ class FollowingTables:
         self._group = world_group()
         with self._group.agreeing("FollowingTables()") as facts:
             self.every = checks.integer("every", every, least=1)
-            self.admit_after = checks.integer("admit_after", admit_after, least=1)
-            decay = checks.number("decay", decay, least=0.01, most=1)
+            # No count has more lookups.
+            self.admit_after = checks.integer("admit_after", admit_after, least=1, most=MOST)
+            self.half_life = checks.integer("half_life", half_life, least=1)
             self.seed = checks.integer("seed", seed)
             checks.integer("candidates", candidates, least=1, most=2**31)
-            self._weight = Weight(decay)
             self._steppers = Steppers(optimizer)
             check_module(model)
             modules = model.modules()
@@ -276,7 +279,7 @@ class FollowingTables:
             facts.update(
                 every=every,
                 admit_after=admit_after,
-                decay=decay,
+                half_life=half_life,
                 seed=seed,
                 protect_ids=[table.protected.tolist() for table in self._tables],
                 **self._sizes(),
@@ -284,8 +287,8 @@ class FollowingTables:
         self.steps = 0
         self.moved = {table.name: 0 for table in self._tables}
         self.updates: list[SlotUpdate] | None = None
-        # Checksums of the holders that the last update left.
-        self._known_holders: list[int] = []
+        # The step of the last update.
+        self._updated = 0
         # The step that admits the reserved ids; -1 if no slot is reserved.
         self._admits_at = -1
         # Lookups from before, which compact() has carried over, decide on slots, and belong to no
@@ -317,14 +320,12 @@ class FollowingTables:
         started = time.perf_counter()
         with self._group.agreeing("step()") as facts:
             # A load may have given ranks different holders.
-            holders = self._holders()
-            facts.update(steps=self.steps, holders=holders)
+            facts.update(steps=self.steps, holders=self._holders())
             if self._admits_at >= 0:
                 raise ValueError(
                     f"Step {self.steps} needs an update, but batches of the previous update are"
                     f" still in flight: use every >= {self._admits_at - self.steps + self.every}."
                 )
-        has_loaded = holders != self._known_holders
         # A model's state has reservations if it was saved with batches in flight. Without the state
         # of the slots no step admits them.
         with self._group.agreeing("step()"):
@@ -334,16 +335,15 @@ class FollowingTables:
         ahead = int(self._group.all_gather(torch.tensor([ahead])).max())
         self._exchange_lookups()
         self._drop_candidates()
-        changes = self._select(has_loaded)
-        divisor = self._weight.next()
+        changes = self._select()
+        halvings = self.steps // self.half_life - self._updated // self.half_life
         for table, (leaving, coming) in zip(self._tables, changes, strict=True):
             device = table.index.id_of_slot.device
             table.index.hand_over(leaving.to(device), coming.to(device))
-            table.counts.begin_interval()
+            # Nothing is left of 15 lookups after 4 halvings.
+            table.counts.pass_update(min(halvings, 4))
             self.moved[table.name] += len(coming)
-            if divisor is not None:
-                table.counts.divide(divisor)
-        self._known_holders = self._holders()
+        self._updated = self.steps
         self._admits_at = self.steps + ahead
         if not ahead:
             self._admit()
@@ -399,7 +399,7 @@ class FollowingTables:
         arrived = exchange(outgoing, self._group)
         for number, table in enumerate(self._tables):
             pairs = [(parts[2 * number], parts[2 * number + 1]) for parts in arrived]
-            table.add_lookups(pairs, self._weight.now)
+            table.add_lookups(pairs)
 
     def _drop_candidates(self) -> None:
         """Keep the counts of the hottest ids, in tables with too many ids to count each.
@@ -407,37 +407,28 @@ class FollowingTables:
         hashed = [table for table in self._tables if table.index.hashed]
         if not hashed:
             return
-        keys = [table.counts.counts.long() for table in hashed]
+        keys = [ranking_keys(table.counts.counts) for table in hashed]
         flags = select_winners([table.candidates for table in hashed], keys, self._group)
         for table, wins in zip(hashed, flags, strict=True):
             counts = cast(CandidateCounts, table.counts)
-            # Decay has rounded some counts to 0, the count of any id that is not listed.
-            counts.keep(wins & (counts.counts > 0))
+            # Halving has left some ids without lookups, as any id that is not listed.
+            counts.keep(wins & (lookups_of(counts.counts) > 0))
 
-    def _select(self, has_loaded: bool) -> list[tuple[Tensor, Tensor]]:
+    def _select(self) -> list[tuple[Tensor, Tensor]]:
         """Return for each table the ids that lose their slots, and the ids that win one, over all
-        ranks: ascending, int64. Collective.
-
-        Args:
-            has_loaded: whether holders were loaded since the last update.
-        """
+        ranks: ascending, int64. Collective."""
         slots, holders, keys = [], [], []
         for table in self._tables:
-            if has_loaded:
-                # Any id may be hotter than the loaded holders.
-                table.counts.compare_all()
             ids = table.owned_holders()
             slots.append(table.index.stored)
             holders.append(ids)
             keys.append(table.ranking_keys(ids, True))
         # Newcomers below this bound can't win. Leaving them out keeps the selection small.
         bounds = admission_counts(slots, keys, self._group)
-        # No count is above MOST. More would not fit the int32 of counts.
-        min_count = min(self.admit_after * self._weight.now, MOST + 1)
         contests = []
         for table, ids, bound in zip(self._tables, holders, bounds, strict=True):
             # select_winners() needs ascending ids; holders come first before the sort.
-            both, order = torch.cat([ids, table.newcomers(max(min_count, bound))]).sort()
+            both, order = torch.cat([ids, table.newcomers(max(self.admit_after, bound))]).sort()
             holds = order < len(ids)
             contests.append((both, holds, table.ranking_keys(both, holds)))
         won = select_winners(slots, [keys for *_, keys in contests], self._group)
@@ -474,8 +465,7 @@ class FollowingTables:
         return {
             "step": self.steps,
             "admits_at": self._admits_at,
-            "decay": self._weight.decay,
-            "age": self._weight.age,
+            "updated": self._updated,
             "seed": self.seed,
             "tables": self._sizes(),
             "counts": {
@@ -485,11 +475,11 @@ class FollowingTables:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`; the arguments ``every``, ``admit_after`` and ``protect_ids``
-        stay. Load the model's state first. Collective.
+        """Restore :meth:`state_dict`; the arguments ``every``, ``admit_after``, ``half_life`` and
+        ``protect_ids`` stay. Load the model's state first. Collective.
 
         Raises:
-            ValueError: the state is of other tables, ``decay`` or ``seed``, or of other ranks and
+            ValueError: the state is of other tables or another ``seed``, or of other ranks and
                 not loaded by torch.distributed.checkpoint; a value of it or of the model's
                 ``id_of_slot`` is invalid. On every rank, and nothing has changed.
         """
@@ -497,8 +487,11 @@ class FollowingTables:
             _require_dict("state", state_dict)
             saved_counts: Any = state_dict.get("counts")
             _require_dict("counts", saved_counts)
-            expected = {"decay": self._weight.decay, "seed": self.seed, "tables": self._sizes()}
-            rules = {}
+            expected = {"seed": self.seed, "tables": self._sizes()}
+            rules: dict[str, Any] = {
+                "The state has counts of 4 bytes with a decay, of an earlier version: they can't be"
+                " continued. Without them, ids are counted from 0.": "decay" in state_dict
+            }
             for key, value in expected.items():
                 saved = state_dict.get(key)
                 rules[f"The state has {key}={saved}, and here it is {value}."] = saved != value
@@ -511,18 +504,16 @@ class FollowingTables:
             admits_at = checks.integer(
                 "admits_at", state_dict.get("admits_at"), least=-1, most=last
             )
-            age = checks.integer("age", state_dict.get("age"), least=0)
-            # Counts are divided long before an old lookup weighs so little.
-            checks.refuse({f"Invalid age={age}: too old.": self._weight.decay**age < 1e-4})
+            updated = checks.integer("updated", state_dict.get("updated"), least=0, most=step)
             counts = []
             for table in self._tables:
                 # torch.distributed.checkpoint has loaded it in place, where nothing checks it.
                 table.index.refuse_invalid(table.index.id_of_slot)
                 counts.append(table.counts.part(table.name, saved_counts[table.name]))
-            facts.update(step=step, admits_at=admits_at, age=age)
+            facts.update(step=step, admits_at=admits_at, updated=updated)
         self.steps = step
         self._admits_at = admits_at
-        self._weight = Weight(self._weight.decay, age)
+        self._updated = updated
         for table, loaded in zip(self._tables, counts, strict=True):
             # Lookups that were recorded before belong to the state that is replaced.
             table.ids.drop_counts(table.name)

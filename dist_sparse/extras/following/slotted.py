@@ -348,7 +348,7 @@ class FollowingIds(CompactIds):
 
         Args:
             first: the first id that they count.
-            lookups: of ids in their order, ``(n,)``; decayed ones are rounded.
+            lookups: of ids in their order, ``(n,)``; fractions are rounded.
         """
         # Only what is looked up becomes int64: a table may have 100M ids.
         [places] = (lookups > 0.5).nonzero(as_tuple=True)
