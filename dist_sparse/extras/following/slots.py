@@ -6,12 +6,13 @@ All ranks finish one before any begins the next:
 1. Count: each rank sends the recorded lookups to the ranks that own the ids.
 2. Select: find the hottest ids of each table, exactly, over all ranks.
 3. Hand over: ids that lost free their slots, ids that won reserve them.
-4. Admit: write the initial rows of the reserved slots and let their ids be found. This waits until
-   every batch that was translated before the hand-over has been trained: such a batch still reads
-   and writes the slots of the ids that lost.
+4. Admit: write the rows of the reserved slots, let their ids be found, and empty the nursery. This
+   waits until every batch that was translated before the hand-over has been trained: such a batch
+   still reads and writes the slots of the ids that lost.
 """
 
 import contextlib
+import math
 import time
 import weakref
 import zlib
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from dist_sparse import checks
 from dist_sparse.compaction.collections import initial_bounds, least_rows, stored_rows
-from dist_sparse.compaction.moving import Steppers, StoredTables
+from dist_sparse.compaction.moving import Steppers, StoredTables, move_rows
 from dist_sparse.compaction.tables import draw_rows
 from dist_sparse.extras.following.selection import (
     MOST,
@@ -44,10 +45,11 @@ from dist_sparse.extras.following.slotted import (
     LookupStats,
     SlotIndex,
 )
-from dist_sparse.groups import Group, world_group
+from dist_sparse.groups import Group, world_group, world_rank
 from dist_sparse.optimizers import Optimizers
 from dist_sparse.records import SlotChange, SlotUpdate
 from dist_sparse.tables.modules import check_module, collection_of
+from dist_sparse.tables.shards import Rect
 from dist_sparse.text import percent, short, table_lines
 
 
@@ -95,24 +97,61 @@ class _Table:
         return StoredTables(self.collection.inner, [self.name], steppers)
 
     @torch.no_grad()
-    def write(self, ids: Tensor, slots: Tensor, steppers: Steppers, seed: int) -> None:
-        """Initialize the slots of new holders, in this rank's shards: weights are drawn for the id,
-        optimizer state is that of a new row. No other row is read or written.
-
-        Args:
-            ids, slots: the new holders and their slots, int64 ``(n,)``.
-        """
+    def write(self, steppers: Steppers, seed: int) -> None:
+        """Write the reserved slots in this rank's shards: weights are what the id has read from the
+        nursery, or drawn for the id if no gradient has reached that row; optimizer state is that of
+        a new row. Collective over the ranks of the table if it has a nursery."""
+        ids, slots = [each.cpu() for each in self.index.reserved()]
         stored = self.stored(steppers)
-        states = [
-            (shards, stored.initial(self.name, key))
-            for key, shards in stored.states(self.name).items()
-        ]
-        for number, (rect, weight) in enumerate(stored.located[self.name].shards):
+        for rect, weight in stored.located[self.name].shards:
             inside = (slots >= rect.row) & (slots < rect.row_end)
             rows = slots[inside] - rect.row
             draw_rows(weight, rect, rows, ids[inside], seed, self.name, self.bounds)
-            for shards, initial in states:
-                shards[number][rows.to(weight.device)] = initial
+        self._reset_state(stored, slots)
+        if self.index.nursery and len(ids):
+            self._inherit(stored, ids, slots)
+
+    def _inherit(self, stored: StoredTables, ids: Tensor, slots: Tensor) -> None:
+        """Write what ids have read from the nursery to their slots. Collective over the ranks of
+        the table."""
+        data, scale = stored.located[self.name], self.index.nursery_scale
+        if world_rank() not in data.holders:
+            return
+        shared, places = torch.unique(self.index.nursery_rows(ids), return_inverse=True)
+        flags = torch.zeros(data.shape[0], dtype=torch.bool)
+        flags[shared] = True
+        # Every rank gets all of these rows, whole: whether one is zero must not depend on shards.
+        wanted = [[Rect(0, 0, len(shared), data.shape[1])]] * len(data.tiling)
+        for part, values in move_rows(data, stored.weights(self.name), flags, wanted):
+            values = values.float()
+            heirs = (places >= part.row) & (places < part.row_end)
+            heirs[heirs.clone()] = values.any(1)[places[heirs] - part.row].cpu()
+            for rect, weight in data.shards:
+                here = heirs & (slots >= rect.row) & (slots < rect.row_end)
+                rows = (slots[here] - rect.row).to(weight.device)
+                read = values[places[here] - part.row, rect.col : rect.col_end]
+                weight[rows] = (read * scale).to(weight.device, weight.dtype)
+
+    @torch.no_grad()
+    def empty_nursery(self, steppers: Steppers) -> None:
+        """Reset the nursery rows in this rank's shards: weights to 0, optimizer state to that of
+        new rows."""
+        if not self.index.nursery:
+            return
+        stored = self.stored(steppers)
+        rows = torch.arange(self.index.slots, self.index.stored)
+        for rect, weight in stored.located[self.name].shards:
+            weight[max(0, self.index.slots - rect.row) :] = 0
+        self._reset_state(stored, rows)
+
+    def _reset_state(self, stored: StoredTables, rows: Tensor) -> None:
+        """Reset the optimizer state of rows, int64 ``(n,)``, in this rank's shards."""
+        data = stored.located[self.name]
+        for key, shards in stored.states(self.name).items():
+            initial = stored.initial(self.name, key)
+            for (rect, _), state in zip(data.shards, shards, strict=True):
+                inside = rows[(rows >= rect.row) & (rows < rect.row_end)] - rect.row
+                state[inside.to(state.device)] = initial
 
     def owned_holders(self) -> Tensor:
         """Return the owned ids that hold a slot, ascending, int64."""
@@ -131,8 +170,7 @@ class _Table:
 
     def have_slots(self, ids: Tensor) -> Tensor:
         """Return which ids hold slots: bool ``(n,)``, on the CPU."""
-        slots: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu()
-        return slots >= 0
+        return self.index.slots_of(ids.to(self.index.id_of_slot.device)).cpu() >= 0
 
     def add_lookups(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add lookups of owned ids.
@@ -175,6 +213,14 @@ class _Table:
         return ids[~self.have_slots(ids)]
 
 
+# Optimizers that step as far with a gradient as with a multiple of it, apart from their eps:
+# FBGEMM's fused ones, and classes of torch and TorchRec.
+_SCALE_FREE = {"EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "ADAM", "PARTIAL_ROWWISE_ADAM"}
+_SCALE_FREE |= {"Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "SparseAdam", "RMSprop"}
+
+# Optimizers whose steps are proportional to the gradient.
+_LINEAR = {"EXACT_SGD", "SGD"}
+
 # The FollowingTables of each collection, while it exists. A second one would take a part of the
 # lookups, and move slots by them.
 _owner_of: Any = weakref.WeakValueDictionary()
@@ -192,9 +238,16 @@ class FollowingTables:
 
     Every ``every`` steps the slots are given to the hottest ids. An id that was looked up since the
     last update is admitted if it has ``admit_after`` lookups, and a higher score than another id
-    that holds a slot. It gets initial weights, drawn by seed, table and id, and new optimizer
-    state; a slot stays where it is stored. With equal scores, holders stay, then smaller ids win:
-    slots are the same on every sharding and number of ranks.
+    that holds a slot. It gets the weights that it has read from the nursery, or, if no gradient has
+    reached that row, initial weights, drawn by seed, table and id; and new optimizer state. A slot
+    stays where it is stored. With equal scores, holders stay, then smaller ids win: slots are the
+    same on every sharding and number of ranks.
+
+    Then the nursery is emptied: its rows become 0, with new optimizer state. They learn at
+    ``nursery_lr`` times the learning rate of the table. A fused optimizer has one learning rate, so
+    a lookup multiplies the stored row by a number, and the gradient with it: by ``nursery_lr`` if
+    the optimizer divides gradients by their size (Adagrad, Adam, RMSprop), by its square root for
+    SGD.
 
     A train pipeline translates batches ahead. Ids that lose their slots are not found from the
     update on; new holders are found once the batches in flight have been trained, so that a slot is
@@ -211,6 +264,7 @@ class FollowingTables:
         admit_after: lookups that an id needs before it gets a slot, in [1, 15].
         half_life: steps after which a lookup counts half. Counts are halved at the first update
             after every ``half_life`` steps, rounding down.
+        nursery_lr: the learning rate of nursery rows, as a share of the table's, in (0, 1].
         protect_ids: ids of each table that hold a slot from the first update on, whatever is looked
             up.
         candidates: ids with a count per slot, for tables with more than 2,147,483,645 ids; 9 bytes
@@ -244,6 +298,7 @@ class FollowingTables:
         every: int = 100,
         admit_after: int = 1,
         half_life: int = 80,
+        nursery_lr: float = 0.3,
         protect_ids: Mapping[str, Sequence[int] | Tensor] | None = None,
         candidates: int = 4,
         seed: int = 0,
@@ -254,6 +309,7 @@ class FollowingTables:
             # No count has more lookups.
             self.admit_after = checks.integer("admit_after", admit_after, least=1, most=MOST)
             self.half_life = checks.integer("half_life", half_life, least=1)
+            self.nursery_lr = float(checks.number("nursery_lr", nursery_lr, least=1e-3, most=1))
             self.seed = checks.integer("seed", seed)
             checks.integer("candidates", candidates, least=1, most=2**31)
             self._steppers = Steppers(optimizer)
@@ -271,7 +327,7 @@ class FollowingTables:
                     continue
                 # () and [] say that nothing steps it.
                 is_frozen = optimizer is not None and not self._steppers.kinds
-                if not (is_frozen or self._steppers.steps(stored.parameters[table.name])):
+                if not (is_frozen or self._steppers.kind_of(stored.parameters[table.name])):
                     raise ValueError(
                         f"Table {table.name!r}: no fused optimizer steps it; pass optimizer= with"
                         " the one that does."
@@ -280,6 +336,7 @@ class FollowingTables:
                 every=every,
                 admit_after=admit_after,
                 half_life=half_life,
+                nursery_lr=nursery_lr,
                 seed=seed,
                 protect_ids=[table.protected.tolist() for table in self._tables],
                 **self._sizes(),
@@ -294,13 +351,52 @@ class FollowingTables:
         # Lookups from before, which compact() has carried over, decide on slots, and belong to no
         # interval between updates.
         with self._group.jointly("FollowingTables()"):
+            scales = self._nursery_scales()
             self._exchange_lookups()
-        for table in self._tables:
+        for table, scale in zip(self._tables, scales, strict=True):
             table.reset_stats()
+            table.index.nursery_scale = scale
+            # TorchRec has drawn the rows of a new table.
+            if not len(table.index.holders()[0]):
+                table.empty_nursery(self._steppers)
         _owner_of.update(dict.fromkeys(collections, self))
 
+    def _nursery_scales(self) -> list[float]:
+        """Return what lookups multiply the nursery rows of each table by. Collective.
+
+        Raises:
+            ValueError: the optimizer of a table with a nursery is not known to follow the scale.
+        """
+        here = {}
+        for table in self._tables:
+            stored = table.stored(self._steppers)
+            # A rank without a shard does not know the optimizer.
+            if stored.weights(table.name):
+                rule = stored.update_rules.get(table.name)
+                here[table.name] = rule or self._steppers.kind_of(stored.parameters[table.name])
+        kinds: dict[str, str] = {}
+        for of_rank in self._group.all_gather_json(here):
+            kinds |= of_rank
+        scales = []
+        for table in self._tables:
+            kind = kinds[table.name]
+            if kind in _SCALE_FREE or self.nursery_lr == 1:
+                scales.append(self.nursery_lr)
+            elif kind in _LINEAR:
+                scales.append(math.sqrt(self.nursery_lr))
+            elif not table.index.nursery:
+                scales.append(0.0)
+            else:
+                raise ValueError(
+                    f"Table {table.name!r}: nursery_lr={self.nursery_lr} can't be kept with the"
+                    f" optimizer {kind or 'none'}. Use one of"
+                    f" {sorted(_SCALE_FREE | _LINEAR)}, nursery_lr=1, or following(nursery=0)."
+                )
+        return scales
+
     def step(self) -> None:
-        """Call after each optimizer step. Collective in steps with an update, otherwise local.
+        """Call after each optimizer step. Collective in steps with an update, and in the step that
+        admits new holders if a table has a nursery; otherwise local.
 
         Raises:
             ValueError: ranks update at different steps; or an update is due while batches of the
@@ -310,7 +406,8 @@ class FollowingTables:
         """
         self.steps += 1
         if 0 <= self._admits_at <= self.steps:
-            self._admit()
+            with self._group.jointly("step()"):
+                self._admit()
         if self.steps % self.every == 0:
             with self._group.jointly("step()"):
                 self._update()
@@ -328,7 +425,7 @@ class FollowingTables:
                 )
         # A model's state has reservations if it was saved with batches in flight. Without the state
         # of the slots no step admits them.
-        with self._group.agreeing("step()"):
+        if any(len(table.index.reserved()[0]) for table in self._tables):
             self._admit()
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
         ahead = max(table.ids.ahead for table in self._tables)
@@ -420,7 +517,7 @@ class FollowingTables:
         slots, holders, keys = [], [], []
         for table in self._tables:
             ids = table.owned_holders()
-            slots.append(table.index.stored)
+            slots.append(table.index.slots)
             holders.append(ids)
             keys.append(table.ranking_keys(ids, True))
         # Newcomers below this bound can't win. Leaving them out keeps the selection small.
@@ -439,13 +536,16 @@ class FollowingTables:
         return list(zip(all_changes[::2], all_changes[1::2], strict=True))
 
     def _admit(self) -> None:
-        """Write the reserved rows, and let their ids be found. Local."""
+        """Write the reserved rows, let their ids be found, and empty the nurseries. Collective if a
+        table has a nursery."""
         self._admits_at = -1
+        for table in self._tables:
+            table.write(self._steppers, self.seed)
         for table in self._tables:
             # Lookups before now found no slot, so they are counted before the index has the ids.
             table.ids.count_batches()
-            ids, slots = table.index.admit()
-            table.write(ids.cpu(), slots.cpu(), self._steppers, self.seed)
+            table.index.admit()
+            table.empty_nursery(self._steppers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads
@@ -466,6 +566,7 @@ class FollowingTables:
             "step": self.steps,
             "admits_at": self._admits_at,
             "updated": self._updated,
+            "nursery_lr": self.nursery_lr,
             "seed": self.seed,
             "tables": self._sizes(),
             "counts": {
@@ -479,15 +580,19 @@ class FollowingTables:
         ``protect_ids`` stay. Load the model's state first. Collective.
 
         Raises:
-            ValueError: the state is of other tables or another ``seed``, or of other ranks and
-                not loaded by torch.distributed.checkpoint; a value of it or of the model's
+            ValueError: the state is of other tables, ``nursery_lr`` or ``seed``, or of other ranks
+                and not loaded by torch.distributed.checkpoint; a value of it or of the model's
                 ``id_of_slot`` is invalid. On every rank, and nothing has changed.
         """
         with self._group.agreeing("load_state_dict()") as facts:
             _require_dict("state", state_dict)
             saved_counts: Any = state_dict.get("counts")
             _require_dict("counts", saved_counts)
-            expected = {"seed": self.seed, "tables": self._sizes()}
+            expected = {
+                "nursery_lr": self.nursery_lr,
+                "seed": self.seed,
+                "tables": self._sizes(),
+            }
             rules: dict[str, Any] = {
                 "The state has counts of 4 bytes with a decay, of an earlier version: they can't be"
                 " continued. Without them, ids are counted from 0.": "decay" in state_dict
@@ -542,7 +647,7 @@ class FollowingTables:
         for table, row, holders, stats in zip(self._tables, sums, held, totals, strict=True):
             index = table.index
             waiting, never = row[:2].tolist()
-            cells = [index.rows, index.stored, holders, waiting, never]
+            cells = [index.rows, index.slots, holders, waiting, never]
             cells += [self.moved[table.name], stats.lookups]
             missed = (stats.missed - stats.unseen, stats.unseen)
             shares = [percent(part / max(stats.lookups, 1)) for part in missed]
@@ -554,9 +659,14 @@ class FollowingTables:
         return f"{type(self).__name__}(step {self.steps}, every {self.every}: {names})"
 
     def _sizes(self) -> dict[str, list[int]]:
-        """Return the number of ids, of slots and of ids with a count, by table."""
+        """Return the number of ids, of slots, of nursery rows and of ids with a count, by table."""
         return {
-            table.name: [table.index.rows, table.index.stored, table.candidates]
+            table.name: [
+                table.index.rows,
+                table.index.slots,
+                table.index.nursery,
+                table.candidates,
+            ]
             for table in self._tables
         }
 
@@ -595,7 +705,7 @@ def _find_tables(
             most = index.rows
             if index.hashed:
                 counts = CandidateCounts
-                most = candidates * index.stored
+                most = candidates * index.slots
             tables[name] = _Table(
                 name=name,
                 collection=collection,
@@ -634,10 +744,10 @@ def _protected_ids(index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
         # A narrow dtype can't hold the bound.
         wide: Tensor = distinct.long()
         fits = (wide >= 0) & (wide < index.rows) & (wide == distinct)
-        if fits.all() and len(wide) <= index.stored:
+        if fits.all() and len(wide) <= index.slots:
             return wide
     raise ValueError(
-        f"Invalid protect_ids of table {index.table!r}: must be at most {index.stored} distinct ids"
+        f"Invalid protect_ids of table {index.table!r}: must be at most {index.slots} distinct ids"
         f" (one slot each) in [0, {index.rows})."
     )
 

@@ -123,3 +123,11 @@ def initial(table: str, number: int, dim: int, rows: int, seed: int = 0) -> Tens
 def holders(state: Mapping[str, Tensor], table: str) -> list[int]:
     """Who holds each slot, from a model's state."""
     return next(value for key, value in state.items() if f"indexes.{table}.id_of" in key).tolist()
+
+
+def nursery_row(number: int, rows: int) -> int:
+    """Which of the nursery's rows an id without a slot shares."""
+    bits = 2**64 - 1
+    mixed = number * 0x9E3779B97F4A7C15 & bits
+    mixed = (mixed ^ mixed >> 32) * 0xFF51AFD7ED558CCD & bits
+    return (mixed >> 33) * rows >> 31
