@@ -49,6 +49,29 @@ MOST_IDS = 2**62
 # Programming, volume 3, section 6.4). The high bits of the product are the bucket.
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 
+# The first multiplier of MurmurHash3's finalizer, as a signed int64.
+_MIXER = 0xFF51AFD7ED558CCD - 2**64
+
+
+def hashed_row(ids: Tensor, rows: int) -> Tensor:
+    """Return which of ``rows`` rows ids share, int64 in the shape of ``ids``, int64.
+
+    The high half of a product is mixed into its low half and multiplied again: a product alone
+    leaves most rows empty for some numbers of rows and ids.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.extras.following.slotted import hashed_row
+        >>> hashed_row(torch.arange(6), 3)
+        tensor([0, 0, 0, 0, 0, 0])
+    """
+    mixed = ids * _MULTIPLIER
+    mixed ^= (mixed >> 32) & 0xFFFFFFFF
+    mixed *= _MIXER
+    # The top 31 bits, a number below 1 with 31 binary places, times the rows.
+    return ((mixed >> 33) & 0x7FFFFFFF).mul_(rows).bitwise_right_shift_(31)
+
 
 class _Buckets(NamedTuple):
     """A hash table of the held slots, keyed by the ids that hold them.
@@ -76,15 +99,19 @@ class SlotIndex(nn.Module):
 
     Args:
         rows: number of ids; they begin at 0.
-        slots: number of rows that the table stores.
+        slots: number of slots, the first rows that the table stores.
         ids: the holders of the first slots, int64.
+        nursery: number of rows after the slots, which the ids without a slot share.
 
     Attributes:
         id_of_slot: int32 ``(slots,)``, or int64 above :data:`MOST_COUNTED` ids, the whole state: an
             id, :data:`VACANT`, or ``-2 - id`` where a slot is reserved. It may be overwritten in
             place or replaced: lookups rebuild their hash table.
         table: its name, for messages; :class:`FollowingIds` sets it.
-        rows, stored: number of ids; number of slots.
+        rows, slots, nursery, stored: number of ids, of slots, of nursery rows, and of both kinds of
+            rows.
+        nursery_scale: what a lookup multiplies a nursery row by. While it is 0, ids without a slot
+            read zeros, and train nothing.
         hashed: whether the table has too many ids to count each.
 
     Example::
@@ -103,11 +130,14 @@ class SlotIndex(nn.Module):
 
     id_of_slot: Tensor
 
-    def __init__(self, rows: int, slots: int, ids: Tensor | Sequence[int] = ()) -> None:
+    def __init__(
+        self, rows: int, slots: int, ids: Tensor | Sequence[int] = (), nursery: int = 0
+    ) -> None:
         super().__init__()
         self.table = ""
         self.rows = checks.integer("num_embeddings", rows, least=1, most=MOST_IDS)
-        self.stored = slots
+        self.slots, self.nursery, self.stored = slots, nursery, slots + nursery
+        self.nursery_scale = 0.0
         self.hashed = rows > MOST_COUNTED
         dtype = torch.int64 if self.hashed else torch.int32
         state = torch.full((slots,), VACANT, dtype=dtype)
@@ -147,6 +177,19 @@ class SlotIndex(nn.Module):
         return self.id_of_slot.nbytes + buckets.starts.nbytes + buckets.slots.nbytes
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows that ids read: their slots, or their nursery rows. Like
+        :meth:`slots_of` in all else."""
+        slots = self.slots_of(ids)
+        if not (self.nursery and self.nursery_scale):
+            return slots
+        return torch.where(slots == REMOVED, self.nursery_rows(ids.long()).int(), slots)
+
+    def nursery_rows(self, ids: Tensor) -> Tensor:
+        """Return the nursery rows of ids, which a hash chooses: int64 in the shape of ``ids``,
+        int64."""
+        return hashed_row(ids, self.nursery).add_(self.slots)
+
+    def slots_of(self, ids: Tensor) -> Tensor:
         """Return the slots of ids, int32 in the shape of ``ids``:
         :data:`~dist_sparse.compaction.row_index.REMOVED` for an id without a slot,
         :data:`~dist_sparse.compaction.row_index.UNKNOWN` for an id outside ``[0, rows)``.
@@ -183,23 +226,27 @@ class SlotIndex(nn.Module):
         A reserved slot belongs to no id yet: lookups of ``coming`` find none before
         :meth:`admit`."""
         state, buckets = self.id_of_slot, self._current_buckets()
-        state[self(leaving).long()] = VACANT
+        state[self.slots_of(leaving).long()] = VACANT
         [free] = (state == VACANT).nonzero(as_tuple=True)
         state[free[: len(coming)]] = (-2 - coming).to(state.dtype)
         # The hash table stays valid: a lookup compares the holder, and these slots have none.
         self._buckets = buckets._replace(version=state._version)
 
+    def reserved(self) -> tuple[Tensor, Tensor]:
+        """Return the ids that slots are reserved for, and these slots, both int64 ``(n,)``."""
+        [slots] = (self.id_of_slot < VACANT).nonzero(as_tuple=True)
+        # A reservation is -2 - id, which is its own inverse.
+        return -2 - self.id_of_slot[slots].long(), slots
+
     def admit(self) -> tuple[Tensor, Tensor]:
         """Turn reservations into holders; return the new holders and their slots, both int64
         ``(n,)``."""
-        [slots] = (self.id_of_slot < VACANT).nonzero(as_tuple=True)
-        # A reservation is -2 - id, which is its own inverse.
-        ids = -2 - self.id_of_slot[slots]
+        ids, slots = self.reserved()
         if len(slots):
-            self.id_of_slot[slots] = ids
+            self.id_of_slot[slots] = ids.to(self.id_of_slot.dtype)
             # Now, in step(): otherwise the next forward would build it.
             self._current_buckets()
-        return ids.long(), slots
+        return ids, slots
 
     def _bucket(self, ids: Tensor) -> Tensor:
         """Return the bucket of ids, int64."""
@@ -274,9 +321,9 @@ class FollowingIds(CompactIds):
         self._num_copied = 0
         # Distinct ids of earlier batches, and how often each was looked up.
         self._counted: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in indexes}
-        # Maps a batch to flags: which of its ids had a slot when it was translated. Keys are weak,
-        # because a batch that a pipeline drops is never looked up.
-        self._kept: Any = WeakIdKeyDictionary()
+        # Maps a batch to what its ids read when it was translated, as read() returns it. Keys are
+        # weak, because a batch that a pipeline drops is never looked up.
+        self._read: Any = WeakIdKeyDictionary()
 
     @property
     def ahead(self) -> int:
@@ -302,11 +349,45 @@ class FollowingIds(CompactIds):
         if self._num_copied > _MOST_COPIED:
             self.count_batches()
 
-    def kept(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return which ids of a batch had a slot when it was translated: bool ``(n,)``, in the
-        order of :meth:`ordered`."""
-        flags: Tensor | None = self._kept.get(features)
-        return super().kept(features) if flags is None else flags
+    def read(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor | None]:
+        """Return which ids of a batch had a row when it was translated: bool ``(n,)``, in the order
+        of :meth:`ordered`; and what their rows are multiplied by: float32 ``(n,)``, or None."""
+        found: tuple[Tensor, Tensor | None] | None = self._read.get(features)
+        if found is None:
+            ordered = self.ordered(features)
+            rows = self.rows(ordered)
+            found = rows >= 0, self._scales(ordered, rows)
+        return found
+
+    def weights(self, ordered: KeyedJaggedTensor, rows: Tensor) -> Tensor | None:
+        """Return the weight of each id: float32 ``(n,)``, or None. Of a nursery row, a bag reads a
+        multiple."""
+        weights = super().weights(ordered, rows)
+        # Sequences are multiplied as they are returned.
+        scales = self._scales(ordered, rows) if self.collection[0].pooled else None
+        if weights is None or scales is None:
+            return scales if weights is None else weights
+        return weights.float() * scales
+
+    def _scales(self, ordered: KeyedJaggedTensor, rows: Tensor) -> Tensor | None:
+        """Return what the row of each id is multiplied by: float32 ``(n,)``; None if all are 1."""
+        slots, scales, indexes = [], [], self.slots
+        for table in self.feature_tables:
+            index = indexes.get(table)
+            has_nursery = index is not None and index.nursery > 0
+            # Tables without a nursery have no row above.
+            slots.append(index.slots if index and has_nursery else 2**31 - 1)
+            scales.append(index.nursery_scale if index and has_nursery else 1.0)
+        if set(scales) <= {0.0, 1.0}:
+            return None
+        device = rows.device
+        lengths = torch.tensor(ordered.length_per_key(), device=device)
+
+        def of_ids(values: list[Any]) -> Tensor:
+            each = torch.tensor(values, device=device)
+            return torch.repeat_interleave(each, lengths, output_size=len(rows))
+
+        return torch.where(rows >= of_ids(slots), of_ids(scales), 1.0)
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return a bitmap of the ids that hold slots, by table. :meth:`_Following.table_slots` has
@@ -348,7 +429,7 @@ class FollowingIds(CompactIds):
 
         Args:
             first: the first id that they count.
-            lookups: of ids in their order, ``(n,)``; decayed ones are rounded.
+            lookups: of ids in their order, ``(n,)``; fractions are rounded.
         """
         # Only what is looked up becomes int64: a table may have 100M ids.
         [places] = (lookups > 0.5).nonzero(as_tuple=True)
@@ -380,7 +461,7 @@ class FollowingIds(CompactIds):
         index = self.slots[table]
         inside = ids[(ids >= 0) & (ids < index.rows)].to(index.id_of_slot.dtype)
         distinct, times = torch.unique(inside, return_counts=True)
-        missed = int(times[index(distinct) < 0].sum())
+        missed = int(times[index.slots_of(distinct) < 0].sum())
         stats = LookupStats(len(ids), missed, out_of_range=len(ids) - len(inside))
         self.lookup_stats[table] += torch.tensor(stats)
         return distinct.cpu(), times.cpu()
@@ -393,11 +474,11 @@ class FollowingIds(CompactIds):
         return slots
 
     def record_batch(
-        self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
+        self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, rows: Tensor
     ) -> None:
         if not self.collection[0].pooled:
             # An update may change the index before the output of this batch is assembled.
-            self._kept[features] = kept
+            self._read[features] = rows >= 0, self._scales(ordered, rows)
         if torch.is_grad_enabled() and self.collection[0].training:
             # Copy the ids: the training loop may reuse its buffers.
             ids = ordered.values().clone()
@@ -444,12 +525,13 @@ class FollowingEmbeddingCollection(_Following, CompactEmbeddingCollection):
 FollowingCollection = FollowingEmbeddingBagCollection | FollowingEmbeddingCollection
 
 
-def following(module: nn.Module, rows: Mapping[str, int]) -> Any:
+def following(module: nn.Module, rows: Mapping[str, int], nursery: float = 0.1) -> Any:
     """Return a collection whose tables store fewer rows than they have ids, and follow their
     traffic. No table ever exists whole.
 
-    A row of such a table is a slot, which one id holds. Ids without a slot read zeros, train
-    nothing, and are counted. :class:`~dist_sparse.extras.following.FollowingTables`, built from the
+    A row of such a table is a slot, which one id holds; the last rows are its *nursery*. Each id
+    without a slot reads and trains a nursery row, which a hash chooses, and is counted.
+    :class:`~dist_sparse.extras.following.FollowingTables`, built from the
     sharded model, gives the slots to the most looked-up ids at regular intervals; at first no id
     holds one.
     :func:`follow_kept_rows` makes such collections of tables that are already trained.
@@ -459,6 +541,8 @@ def following(module: nn.Module, rows: Mapping[str, int]) -> Any:
             ``num_embeddings`` counts ids, before DistributedModelParallel.
         rows: how many rows to store of each table. Tables that are not listed keep a row for each
             id.
+        nursery: the share of these rows that is the nursery, in [0, 1): rounded, at least one row.
+            With 0, ids without a slot read zeros and train nothing.
 
     Returns:
         A module that replaces the collection and takes the same ids; its ``inner`` is TorchRec's
@@ -502,10 +586,16 @@ def following(module: nn.Module, rows: Mapping[str, int]) -> Any:
     ids = {config.name: config.num_embeddings for config in configs}
     if not (isinstance(rows, Mapping) and set() < rows.keys() <= ids.keys()):
         raise ValueError(f"Invalid rows={rows!r}: the collection has the tables {sorted(ids)}.")
+    nursery = checks.number("nursery", nursery, least=0, most=1)
     indexes = {}
     for name, count in rows.items():
         count = checks.integer("rows", count, least=1, most=ids[name], of=name)
-        indexes[name] = SlotIndex(ids[name], count)
+        shared = max(1, round(nursery * count)) if nursery else 0
+        if shared >= count:
+            raise ValueError(
+                f"Table {name!r}: nursery={nursery} of rows={count} leaves no row for one id."
+            )
+        indexes[name] = SlotIndex(ids[name], count - shared, nursery=shared)
     return _build(configs, indexes, found)
 
 
