@@ -126,22 +126,24 @@ class CompactIds(nn.Module):
         """
         self._refuse_batch(features)
         ordered = self.ordered(features)
-        rows = self.rows(ordered)
-        # Ids out of range are rare: without any, the check costs one minimum. UNKNOWN < REMOVED.
-        if len(rows) and int(rows.min()) < REMOVED:
+        rows, lengths = self.rows(ordered), ordered.lengths()
+        # One minimum tells whether all ids have a row, and whether one is out of range.
+        least = int(rows.min()) if len(rows) else 0
+        # UNKNOWN < REMOVED.
+        if least < REMOVED:
             flags = rows == UNKNOWN
             self._report(self._unknown.add(ordered.values(), flags, ordered.length_per_key()))
-        kept = rows >= 0
         self.record_batch(features, ordered, rows)
         weights = self.weights(ordered, rows)
-        if weights is not None:
-            weights = weights.masked_select(kept).float()
-        # FBGEMM's operator filters ids and lengths in one pass.
-        rows, lengths = select_jagged(rows, ordered.lengths(), kept)
+        if least < 0:
+            kept = rows >= 0
+            weights = None if weights is None else weights.masked_select(kept)
+            # FBGEMM's operator filters ids and lengths in one pass.
+            rows, lengths = select_jagged(rows, lengths, kept)
         return KeyedJaggedTensor(
             keys=self.names,
             values=rows.to(ordered.values().dtype),
-            weights=weights,
+            weights=None if weights is None else weights.float(),
             lengths=lengths,
         )
 

@@ -113,7 +113,7 @@ class LookupCounts:
         """Add lookups.
 
         Args:
-            ids: distinct owned ids, int ``(n,)``.
+            ids: distinct owned ids, ascending, int ``(n,)``.
             times: lookups of each, int64 ``(n,)``.
         """
         places = ids.long() - self.first
@@ -130,7 +130,10 @@ class LookupCounts:
         ascending, int64 ``(n,)``."""
         if self._touched is not None:
             touched = torch.cat([torch.empty(0, dtype=torch.int32), *self._touched])
-            places: Tensor = torch.unique(touched[self.counts[touched] >= least])
+            places = touched[self.counts[touched] >= least]
+            # Ids that were added at once are distinct, and ascend.
+            if len(self._touched) > 1:
+                places = torch.unique(places)
             return places.long() + self.first
         found = [torch.empty(0, dtype=torch.int64)]
         for number, part in enumerate(torch.split(self.counts, _SPAN)):
@@ -363,22 +366,26 @@ def admission_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Group)
     return (is_full * too_few).tolist()
 
 
-def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[Tensor]:
+def select_winners(
+    slots: Sequence[int], keys: Sequence[Tensor], ids: Sequence[Tensor], group: Group
+) -> list[Tensor]:
     """Return for each table which of the owned ids hold a slot from now on: bool ``(n,)``.
     Collective over ``group``: an all-reduce of 2.5 KiB a table, and an all-gather.
 
     Args:
         slots: number of slots of each table, over all ranks.
         keys: for each table, the ranking keys of the owned ids that may hold a slot, int64
-            ``(n,)``, in the order of the ids: the larger key wins, then the smaller id.
+            ``(n,)``: the larger key wins, then the smaller id.
+        ids: for each table, these ids, int64 ``(n,)``, in any order.
 
     Example::
 
         >>> import torch
         >>> from dist_sparse.extras.following.selection import select_winners
         >>> from dist_sparse.groups import group_over
-        >>> select_winners([2], [torch.tensor([6, 2, 6, 6])], group_over(None))
-        [tensor([ True, False,  True, False])]
+        >>> keys, ids = torch.tensor([6, 2, 6, 6]), torch.tensor([9, 1, 4, 7])
+        >>> select_winners([2], [keys], [ids], group_over(None))
+        [tensor([False, False,  True,  True])]
     """
     here = [torch.bincount(table_keys, minlength=PROTECTED + 1) for table_keys in keys]
     counts = group.all_reduce(torch.stack(here))
@@ -395,6 +402,10 @@ def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -
     left -= group.all_gather(num_tied)[: group.rank].sum(0)
     winners = []
     for number, flags in enumerate(tied):
-        first = flags & (flags.cumsum(0) <= left[number])
-        winners.append((keys[number] > lasts[number]) | first)
+        wins = keys[number] > lasts[number]
+        some = min(int(left[number]), int(flags.sum()))
+        if some > 0:
+            last_id = ids[number][flags].kthvalue(some).values
+            wins |= flags & (ids[number] <= last_id)
+        winners.append(wins)
     return winners

@@ -97,52 +97,65 @@ class _Table:
         return StoredTables(self.collection.inner, [self.name], steppers)
 
     @torch.no_grad()
-    def write(self, steppers: Steppers, seed: int) -> None:
-        """Write the reserved slots in this rank's shards: weights are what the id has read from the
-        nursery, or drawn for the id if no gradient has reached that row; optimizer state is that of
-        a new row. Collective over the ranks of the table if it has a nursery."""
+    def admit(self, steppers: Steppers, seed: int) -> None:
+        """Write the reserved slots in this rank's shards, let their ids be found, and empty the
+        nursery. Collective over the ranks of the table if it has a nursery.
+
+        A new row is what its id has read from the nursery, or drawn for the id if no gradient has
+        reached that row. Optimizer state is that of a new row."""
+        # Lookups before now found no slot, so they are counted before the index has the ids.
+        self.ids.count_batches()
         ids, slots = [each.cpu() for each in self.index.reserved()]
         stored = self.stored(steppers)
+        is_fresh = ~self._inherit(stored, ids, slots)
         for rect, weight in stored.located[self.name].shards:
-            inside = (slots >= rect.row) & (slots < rect.row_end)
-            rows = slots[inside] - rect.row
-            draw_rows(weight, rect, rows, ids[inside], seed, self.name, self.bounds)
+            inside = is_fresh & (slots >= rect.row) & (slots < rect.row_end)
+            if inside.any():
+                rows = slots[inside] - rect.row
+                draw_rows(weight, rect, rows, ids[inside], seed, self.name, self.bounds)
         self._reset_state(stored, slots)
-        if self.index.nursery and len(ids):
-            self._inherit(stored, ids, slots)
+        self.index.admit()
+        self._empty_nursery(stored)
 
-    def _inherit(self, stored: StoredTables, ids: Tensor, slots: Tensor) -> None:
-        """Write what ids have read from the nursery to their slots. Collective over the ranks of
-        the table."""
+    def _inherit(self, stored: StoredTables, ids: Tensor, slots: Tensor) -> Tensor:
+        """Write what ids have read from the nursery to their slots. Return which ids have such a
+        row, bool ``(n,)``. Collective over the ranks of the table, if it has a nursery."""
         data, scale = stored.located[self.name], self.index.nursery_scale
-        if world_rank() not in data.holders:
-            return
+        has_read = torch.zeros(len(ids), dtype=torch.bool)
+        if not (self.index.nursery and len(ids) and world_rank() in data.holders):
+            return has_read
         shared, places = torch.unique(self.index.nursery_rows(ids), return_inverse=True)
         flags = torch.zeros(data.shape[0], dtype=torch.bool)
         flags[shared] = True
         # Every rank gets all of these rows, whole: whether one is zero must not depend on shards.
         wanted = [[Rect(0, 0, len(shared), data.shape[1])]] * len(data.tiling)
         for part, values in move_rows(data, stored.weights(self.name), flags, wanted):
-            values = values.float()
-            heirs = (places >= part.row) & (places < part.row_end)
-            heirs[heirs.clone()] = values.any(1)[places[heirs] - part.row].cpu()
+            values = values.cpu()
+            is_trained = values.any(1)
+            values = values.float() * scale
+            # The nursery row of each id among these rows.
+            at = places - part.row
+            heirs = (at >= 0) & (at < part.rows)
+            heirs &= is_trained[at.clamp(0, part.rows - 1)]
+            has_read |= heirs
             for rect, weight in data.shards:
                 here = heirs & (slots >= rect.row) & (slots < rect.row_end)
                 rows = (slots[here] - rect.row).to(weight.device)
-                read = values[places[here] - part.row, rect.col : rect.col_end]
-                weight[rows] = (read * scale).to(weight.device, weight.dtype)
+                read = values[at[here]][:, rect.col : rect.col_end]
+                weight[rows] = read.to(weight.device, weight.dtype)
+        return has_read
 
     @torch.no_grad()
     def empty_nursery(self, steppers: Steppers) -> None:
         """Reset the nursery rows in this rank's shards: weights to 0, optimizer state to that of
         new rows."""
-        if not self.index.nursery:
-            return
-        stored = self.stored(steppers)
-        rows = torch.arange(self.index.slots, self.index.stored)
-        for rect, weight in stored.located[self.name].shards:
-            weight[max(0, self.index.slots - rect.row) :] = 0
-        self._reset_state(stored, rows)
+        self._empty_nursery(self.stored(steppers))
+
+    def _empty_nursery(self, stored: StoredTables) -> None:
+        if self.index.nursery:
+            for rect, weight in stored.located[self.name].shards:
+                weight[max(0, self.index.slots - rect.row) :] = 0
+            self._reset_state(stored, torch.arange(self.index.slots, self.index.stored))
 
     def _reset_state(self, stored: StoredTables, rows: Tensor) -> None:
         """Reset the optimizer state of rows, int64 ``(n,)``, in this rank's shards."""
@@ -154,11 +167,12 @@ class _Table:
                 state[inside.to(state.device)] = initial
 
     def owned_holders(self) -> Tensor:
-        """Return the owned ids that hold a slot, ascending, int64."""
-        ids = self.index.holders()[0].cpu()
-        return ids[(ids >= self.counts.first) & (ids < self.counts.last)]
+        """Return the owned ids that hold a slot, int64, in the order of the slots."""
+        ids = self.index.id_of_slot.cpu()
+        is_owned = (ids >= self.counts.first) & (ids < self.counts.last)
+        return ids[is_owned].long()
 
-    def ranking_keys(self, ids: Tensor, holds: bool | Tensor) -> Tensor:
+    def ranking_keys(self, ids: Tensor, holds: bool) -> Tensor:
         """Return the keys that rank owned ids, int64 ``(n,)``: the larger key wins.
 
         Args:
@@ -166,7 +180,9 @@ class _Table:
         """
         # The lowest bit breaks ties in favour of holders.
         keys = ranking_keys(self.counts.of(ids)) + holds
-        return keys.masked_fill_(torch.isin(ids, self.protected), PROTECTED)
+        if len(self.protected):
+            keys.masked_fill_(torch.isin(ids, self.protected), PROTECTED)
+        return keys
 
     def have_slots(self, ids: Tensor) -> Tensor:
         """Return which ids hold slots: bool ``(n,)``, on the CPU."""
@@ -182,11 +198,13 @@ class _Table:
         for ids, times in arrived:
             # Compare the ids of all ranks with the old counts first: an id that several ranks send,
             # or that summary() has already counted, is new until the next update.
-            is_new = lookups_of(self.counts.of(ids.long())) == 0
-            is_new |= torch.isin(ids.long(), self.new_ids)
-            is_new &= ~self.have_slots(ids)
-            self.lookup_stats.add_(torch.tensor(LookupStats(unseen=int(times[is_new].sum()))))
-            new_ids.append(ids[is_new].long())
+            is_new = lookups_of(self.counts.of(ids)) == 0
+            if len(self.new_ids):
+                is_new |= torch.isin(ids, self.new_ids)
+            [places] = is_new.nonzero(as_tuple=True)
+            places = places[~self.have_slots(ids[places])]
+            self.lookup_stats.add_(torch.tensor(LookupStats(unseen=int(times[places].sum()))))
+            new_ids.append(ids[places])
         self.new_ids = torch.cat(new_ids)
         for ids, times in arrived:
             self.counts.add(ids, times)
@@ -208,8 +226,10 @@ class _Table:
         Args:
             least: the fewest lookups with which an unprotected id may win.
         """
-        owned = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
-        ids: Tensor = torch.unique(torch.cat([self.counts.looked_up(least), self.protected[owned]]))
+        ids = self.counts.looked_up(least)
+        if len(self.protected):
+            owned = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
+            ids = torch.unique(torch.cat([ids, self.protected[owned]]))
         return ids[~self.have_slots(ids)]
 
 
@@ -505,7 +525,8 @@ class FollowingTables:
         if not hashed:
             return
         keys = [ranking_keys(table.counts.counts) for table in hashed]
-        flags = select_winners([table.candidates for table in hashed], keys, self._group)
+        ids = [cast(CandidateCounts, table.counts).ids for table in hashed]
+        flags = select_winners([table.candidates for table in hashed], keys, ids, self._group)
         for table, wins in zip(hashed, flags, strict=True):
             counts = cast(CandidateCounts, table.counts)
             # Halving has left some ids without lookups, as any id that is not listed.
@@ -523,15 +544,16 @@ class FollowingTables:
         # Newcomers below this bound can't win. Leaving them out keeps the selection small.
         bounds = admission_counts(slots, keys, self._group)
         contests = []
-        for table, ids, bound in zip(self._tables, holders, bounds, strict=True):
-            # select_winners() needs ascending ids; holders come first before the sort.
-            both, order = torch.cat([ids, table.newcomers(max(self.admit_after, bound))]).sort()
-            holds = order < len(ids)
-            contests.append((both, holds, table.ranking_keys(both, holds)))
-        won = select_winners(slots, [keys for *_, keys in contests], self._group)
+        parts = zip(self._tables, holders, bounds, strict=True)
+        for number, (table, ids, bound) in enumerate(parts):
+            coming = table.newcomers(max(self.admit_after, bound))
+            keys[number] = torch.cat([keys[number], table.ranking_keys(coming, False)])
+            contests.append(torch.cat([ids, coming]))
+        won = select_winners(slots, keys, contests, self._group)
         changes = []
-        for (ids, holds, _), wins in zip(contests, won, strict=True):
-            changes += [ids[holds & ~wins], ids[wins & ~holds]]
+        for ids, both, wins in zip(holders, contests, won, strict=True):
+            count = len(ids)
+            changes += [ids[~wins[:count]].sort().values, both[count:][wins[count:]]]
         all_changes = gather_parts(changes, self._group)
         return list(zip(all_changes[::2], all_changes[1::2], strict=True))
 
@@ -540,12 +562,7 @@ class FollowingTables:
         table has a nursery."""
         self._admits_at = -1
         for table in self._tables:
-            table.write(self._steppers, self.seed)
-        for table in self._tables:
-            # Lookups before now found no slot, so they are counted before the index has the ids.
-            table.ids.count_batches()
-            table.index.admit()
-            table.empty_nursery(self._steppers)
+            table.admit(self._steppers, self.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads

@@ -371,20 +371,22 @@ class FollowingIds(CompactIds):
 
     def _scales(self, ordered: KeyedJaggedTensor, rows: Tensor) -> Tensor | None:
         """Return what the row of each id is multiplied by: float32 ``(n,)``; None if all are 1."""
-        slots, scales, indexes = [], [], self.slots
+        indexes = self.slots
+        if all(index.nursery_scale in (0, 1) for index in indexes.values()):
+            return None
+        slots, scales = [], []
         for table in self.feature_tables:
             index = indexes.get(table)
-            has_nursery = index is not None and index.nursery > 0
-            # Tables without a nursery have no row above.
-            slots.append(index.slots if index and has_nursery else 2**31 - 1)
-            scales.append(index.nursery_scale if index and has_nursery else 1.0)
-        if set(scales) <= {0.0, 1.0}:
-            return None
-        device = rows.device
-        lengths = torch.tensor(ordered.length_per_key(), device=device)
+            # A table that keeps all rows has none above.
+            slots.append(2**31 - 1 if index is None else index.slots)
+            scales.append(1.0 if index is None else index.nursery_scale)
 
-        def of_ids(values: list[Any]) -> Tensor:
-            each = torch.tensor(values, device=device)
+        def of_ids(values: list[Any]) -> Any:
+            # Most collections have one value.
+            if len(set(values)) == 1:
+                return values[0]
+            each = torch.tensor(values, device=rows.device)
+            lengths = torch.tensor(ordered.length_per_key(), device=rows.device)
             return torch.repeat_interleave(each, lengths, output_size=len(rows))
 
         return torch.where(rows >= of_ids(slots), of_ids(scales), 1.0)
@@ -449,6 +451,8 @@ class FollowingIds(CompactIds):
         self.count_batches()
         counted = self._counted[table]
         self._counted[table] = []
+        if len(counted) == 1:
+            return counted[0]
         # torch.cat refuses an empty list.
         none = torch.empty(0, dtype=self.slots[table].id_of_slot.dtype)
         some, times = zip((none, none.long()), *counted, strict=True)

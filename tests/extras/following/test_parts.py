@@ -120,10 +120,11 @@ def test_selection_is_a_sort() -> None:
         contests, expected = [], []
         for _ in range(choose.randint(1, 3)):
             size, slots = choose.randint(0, 20), choose.randint(1, 12)
-            ids = sorted(choose.sample(range(100), size))
+            ids = choose.sample(range(100), size)
             keys = [choose.choice([0, 1, 2, 7, 200, 303, 304]) for _ in ids]
             order = sorted(range(size), key=lambda at: (-keys[at], ids[at]))[:slots]
-            contests.append((slots, torch.tensor(keys, dtype=torch.int64)))
+            both = torch.tensor([keys, ids], dtype=torch.int64)
+            contests.append((slots, *both))
             expected.append([at in order for at in range(size)])
         assert [
             each.tolist() for each in select_winners(*zip(*contests, strict=True), group_over(None))
