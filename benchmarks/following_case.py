@@ -347,18 +347,18 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
     peak = peak_extra_bytes(lambda: made.append(METHODS[case["method"]](case, case["rows"])))
     subject = made[0]
     if isinstance(subject, Following):
-        # The ids that the compact table keeps hold the slots, as if from a checkpoint.
+        # The hot ids hold the slots, as if from a checkpoint.
         index = subject.model.module.table.following_ids.slots["item"]
-        index.id_of_slot.copy_(torch.arange(case["rows"]))
+        index.id_of_slot.copy_(torch.arange(case["hot"]))
     start, times, due = resident(), [], []
     draw = torch.Generator().manual_seed(dist.get_rank())
     every = case["every"]
 
     def steps() -> None:
         for step in range(3 * every):
-            # Nine of ten lookups are of ids that a compact table keeps: both train as many rows.
+            # Nine of ten lookups are of hot ids, which the compact table keeps too.
             size = (case["batch"], case["bag"])
-            ids = torch.randint(0, case["rows"], size, generator=draw)
+            ids = torch.randint(0, case["hot"], size, generator=draw)
             cold = torch.rand(size, generator=draw) < 0.1
             ids[cold] = torch.randint(0, case["ids"], size, generator=draw)[cold]
             example = Example(ids.view(-1), torch.zeros(case["batch"]))
