@@ -5,7 +5,7 @@ FILE`` on the taggings of Last.FM, both in the order of time; every batch is pre
 trained on. Each method that has settings is tuned with four of them on another seed, or on the first
 part of a log, before the reported runs. Besides, other streams with no method tuned, and the memory
 and the time of a table of 100,000,000 ids. Results are written to ``benchmarks/results/`` as JSON
-and markdown. All of it takes half an hour.
+and markdown. Half an hour, or an hour with ``--intervals 1 5 40``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,6 @@ Run = dict[str, Any]
 
 EVERY = 10
 """Batches between two updates, where methods are tuned and compared."""
-
-OTHER_INTERVALS = (1, 5, 40)
 
 SEEDS, TUNING_SEEDS = (0, 1, 2), (7,)
 
@@ -97,20 +96,21 @@ def main() -> int:
     parser.add_argument("--movielens", type=Path, help="folder with ml-100k.inter")
     parser.add_argument("--lastfm", type=Path, help="lastfm.npz: user, artist, tag, date")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--intervals", type=int, nargs="+", default=[], help="beside 10: 1 5 40")
     options = parser.parse_args()
     for part in options.only:
         path = getattr(options, part, None)
         if part in ("movielens", "lastfm") and path is None:
             print(f"Skipped: {part}, for which --{part} names no path.", file=sys.stderr)
             continue
-        found = PARTS[part](str(path))
+        found = PARTS[part](str(path), options.intervals)
         text = report(found)
         print(text)
         keep(options.out, f"following-{part}", found, text)
     return 0
 
 
-def _compared(stream: Run, path: str, intervals: Sequence[int] = ()) -> list[Run]:
+def _compared(stream: Run, path: str, intervals: Sequence[int]) -> list[Run]:
     """Tune on some seeds, then report others: all methods, and other intervals."""
     case = {**stream, "path": path}
     tuning = [
@@ -149,7 +149,7 @@ def _runs(budgets: Sequence[float], method: str, settings: Run | None = None) ->
     return [{**shared, "budget": budget} for budget in budgets]
 
 
-def _untuned(_: str) -> list[Run]:
+def _untuned(*_: Any) -> list[Run]:
     cases = []
     for (name, differs), seed in product(OTHERS.items(), SEEDS):
         case = {**DRIFTING, **differs, "what": "others", "name": name}
@@ -178,12 +178,12 @@ def tune(tried: Sequence[Run]) -> dict[tuple[float, str], Run]:
     return {key: settings for key, (_, settings) in best.items()}
 
 
-PARTS: dict[str, Callable[[str], list[Run]]] = {
-    "stream": lambda path: _compared(DRIFTING, path, OTHER_INTERVALS),
-    "movielens": lambda path: _compared(MOVIELENS, path, OTHER_INTERVALS),
-    "lastfm": lambda path: _compared(LASTFM, path),
+PARTS: dict[str, Callable[[str, Sequence[int]], list[Run]]] = {
+    "stream": partial(_compared, DRIFTING),
+    "movielens": partial(_compared, MOVIELENS),
+    "lastfm": partial(_compared, LASTFM),
     "others": _untuned,
-    "memory": lambda _: _measured(MEASURED),
+    "memory": lambda *_: _measured(MEASURED),
 }
 
 
@@ -313,15 +313,14 @@ def _over(runs: Sequence[Run], rivals: Sequence[Run]) -> str:
 
 
 def _intervals(cases: Sequence[Run]) -> str:
-    intervals = sorted({EVERY, *OTHER_INTERVALS})
+    intervals = sorted({run["every"] for case in cases for run in case["runs"]})
     groups = _groups(cases, "budget", "method", "every")
     lines = [
         "| budget | method | settings | " + " | ".join(map(str, intervals)) + " |",
         "|" + "---|" * (3 + len(intervals)),
     ]
-    for budget, method, every, settings in groups:
-        if every != OTHER_INTERVALS[0]:
-            continue
+    compared = dict.fromkeys((*key[:2], key[3]) for key in groups if key[2] != EVERY)
+    for budget, method, settings in compared:
         row = [f"{budget:.0%}", method, settings]
         row += [
             _spread([run["auc"] for run in groups[budget, method, each, settings]])
