@@ -279,7 +279,7 @@ class _Following(IndexedCollection):
 
 class FollowingEmbeddingBagCollection(_Following, CompactEmbeddingBagCollection):
     """An EmbeddingBagCollection whose tables store slots. The most looked-up ids hold them; other
-    ids read zeros and train nothing. :func:`following` returns it;
+    ids share nursery rows. :func:`following` returns it;
     :class:`~dist_sparse.extras.following.FollowingTables` updates which ids hold slots."""
 
 
