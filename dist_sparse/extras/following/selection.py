@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.extras.following.slotted import VACANT
+from dist_sparse.extras.following.slot_index import VACANT
 from dist_sparse.groups import Group
 from dist_sparse.parcels import Parcels
 from dist_sparse.tables.chunked import ChunkedTensor

@@ -35,12 +35,18 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dist_sparse.extras.following import following
 from tests.dist.harness import LOCAL
 
-__all__ = ["IDS", "SLOTS", "Net", "batch", "build", "kinds"]
+__all__ = ["IDS", "OWN", "SHARE", "SLOTS", "Net", "batch", "build", "kinds"]
 
 IDS: Final = {"item": 50, "user": 33, "word": 10}
 """Ids of each table; `word` keeps a row for each."""
 
 SLOTS: Final = {"item": 10, "user": 7}
+SHARE: Final = 0.3
+"""Of these rows in a nursery, where a test has one: 3 of 10, and 2 of 7."""
+
+OWN: Final = {"item": 7, "user": 5}
+"""Rows of single ids beside that nursery."""
+
 DIM: Final = 8
 FEATURES: Final = {"item": ("item_id", "last_id"), "user": ("user_id",), "word": ("query",)}
 

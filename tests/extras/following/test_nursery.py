@@ -13,19 +13,16 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse.extras.following import FollowingTables, following
-from dist_sparse.extras.following.slotted import SlotIndex, hashed_row
+from dist_sparse.extras.following.slot_index import SlotIndex, hashed_row
 from tests.dist.cells import gathered
 from tests.dist.plugin import on_ranks
-from tests.extras.following.models import FEATURES, IDS, SLOTS, batch, build, kinds
+from tests.extras.following.models import FEATURES, IDS, OWN, SHARE, SLOTS, batch, build, kinds
 from tests.extras.following.oracle import Oracle, holders, initial, nursery_row
 from tests.extras.following.test_sharded import HOW, everywhere, states
 
 pytestmark = pytest.mark.whole
 
-SHARE = 0.3
-# Of 10 and 7 rows.
-NURSERY = {"item": 3, "user": 2}
-OWN = {table: SLOTS[table] - NURSERY[table] for table in SLOTS}
+NURSERY = {table: SLOTS[table] - OWN[table] for table in SLOTS}
 EVERY = [(world, kind, True) for world in (1, 2, 4) for kind in kinds(world)]
 EVERY += [(1, "row_wise", False), (2, "column_wise", False), (4, "row_wise", False)]
 
@@ -114,12 +111,12 @@ def test_the_hash(rows: int) -> None:
     """The same as in Python's numbers, and no more rows are empty than by chance."""
     ids = torch.tensor([0, 1, 2, 3, 2625, 2**31, 2**40 + 1, 2**62 - 1])
     assert hashed_row(ids, rows).tolist() == [nursery_row(number, rows) for number in ids.tolist()]
-    if rows < 20_000:
+    if 20 < rows < 20_000:
         for step in (1, 2, 7, 1000, 2**20):
             loads = torch.bincount(hashed_row(torch.arange(20 * rows) * step, rows), minlength=rows)
-            # Poisson with mean 20: 99.99% of the rows have 5 to 40.
+            # Of a random function they have a mean and a variance of 20.
             assert (loads.float() - 20).square().mean() < 20 * 3
-            assert int(loads.max()) < 60
+            assert 0 < int(loads.min()) <= int(loads.max()) < 60
 
 
 @on_ranks(1)

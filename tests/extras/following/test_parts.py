@@ -20,7 +20,7 @@ from dist_sparse.extras.following.selection import (
     ranking_keys,
     select_winners,
 )
-from dist_sparse.extras.following.slotted import SlotIndex
+from dist_sparse.extras.following.slot_index import SlotIndex
 from dist_sparse.groups import group_over
 
 
