@@ -133,6 +133,7 @@ class Method:
             net, device=torch.device("cpu"), plan=ShardingPlan(plan), sharders=sharders
         )
         self.optimizer = torch.optim.Adagrad(net.over.parameters(), lr=0.05)
+        self.draws = torch.get_rng_state()
 
     def table(self) -> Any:
         return bags({"item": self.rows}, self.case["dim"])
@@ -313,9 +314,12 @@ def through(cases: list[dict[str, Any]], stream: list[Example]) -> list[dict[str
     times: list[list[float]] = [[] for _ in cases]
     for step, example in enumerate(stream):
         for number, subject in enumerate(subjects):
+            # Managed collisions draw new rows: the draws of one table don't change those of another.
+            torch.set_rng_state(subject.draws)
             start = time.process_time()
             logits[number].append(subject.train(step, example))
             times[number].append(time.process_time() - start)
+            subject.draws = torch.get_rng_state()
     warmup, tuned = (int(part * cases[0]["steps"]) for part in (WARMUP, TUNED))
     runs = []
     for number, each in enumerate(cases):
