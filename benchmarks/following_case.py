@@ -8,10 +8,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,13 @@ from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     LFU_EvictionPolicy,
     ManagedCollisionCollection,
+    MCHEvictionPolicy,
     MCHManagedCollisionModule,
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from benchmarks.following_streams import Example, batches, hashed
 from benchmarks.measure import peak_extra_bytes
 from dist_sparse import Advanced, compact, sparsify
 from dist_sparse.compaction import collections
@@ -43,72 +45,20 @@ from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.extras.following import FollowingTables, following
 
-EVERY = 10
-"""Batches between two updates: of masks, slots and managed collisions alike."""
+WARMUP = 1 / 8
+"""Part of a stream whose predictions count nothing; frozen masks are chosen in it."""
 
-DECAY = 0.5**0.125
-"""What a lookup is worth after each update: half after eight."""
+TUNED = 0.4
+"""Part of a log that chooses settings."""
 
-POLICIES = {"lfu": LFU_EvictionPolicy, "distance lfu": DistanceLFU_EvictionPolicy}
-
-ID_BYTES = {"frozen": 0.25, "following": 4}
-"""For each id: a bitmap with counts of kept rows; an int32 count of lookups."""
+ID_BYTES = {"frozen": 0.25, "following": 1}
+"""For each id: a bitmap with counts of kept rows; 4 bits of count and 4 of age."""
 
 SLOT_BYTES = {"following": 16, "lfu": 24, "distance lfu": 32}
 """For each row: its id in the state, its place in the hash table, and at most two starts of
-buckets, int32 each (12 to 16 bytes, by the number of rows); the id, the row and a count, and the batch of the last lookup, int64 each. Lookups
-that wait for the next update are not counted in either."""
-
-ZIPF = 1.05
-HOT = 0.01
-"""Share of the ids that count as hot: 70% of the lookups."""
-
-IDS_A_BAG = 4
-BATCH = 256
-CHANGES = 8
-"""How often hot ids are replaced in a run."""
-
-USERS = 943
-
-
-class Example(NamedTuple):
-    """A batch: ids, one bag after the other, and a label for each bag, 0 or 1."""
-
-    ids: Tensor
-    labels: Tensor
-
-
-def drifting(ids: int, steps: int, share: float, seed: int) -> Iterator[Example]:
-    """Yield batches by Zipf's law; at each change a share of the hot ids change places with cold
-    ones."""
-    draw = torch.Generator().manual_seed(seed)
-    # The id of each rank; ids in the order of their rank would be easy to hash apart.
-    id_of_rank = torch.randperm(ids, generator=draw)
-    effect = torch.randn(ids, generator=draw)
-    until = torch.arange(1, ids + 1, dtype=torch.float64).pow(-ZIPF).cumsum(0)
-    until /= until[-1].item()
-    hot = round(HOT * ids)
-    for step in range(steps):
-        if step and step % (steps // CHANGES) == 0:
-            leaving = torch.randperm(hot, generator=draw)[: round(share * hot)]
-            coming = hot + torch.randperm(ids - hot, generator=draw)[: len(leaving)]
-            id_of_rank[leaving], id_of_rank[coming] = id_of_rank[coming], id_of_rank[leaving]
-        uniform = torch.rand(BATCH * IDS_A_BAG, dtype=torch.float64, generator=draw)
-        drawn = id_of_rank[torch.searchsorted(until, uniform).clamp_(max=ids - 1)]
-        logits = effect[drawn].view(BATCH, IDS_A_BAG).sum(1) / IDS_A_BAG**0.5
-        yield Example(drawn, torch.bernoulli(torch.sigmoid(1.5 * logits), generator=draw))
-
-
-def movielens(folder: Path) -> Iterator[Example]:
-    """Yield the ratings of MovieLens-100K in the order of time: a bag has the user and the item,
-    and the label is whether the rating is 4 or 5."""
-    lines = (folder / "ml-100k.inter").read_text().splitlines()[1:]
-    ratings = torch.tensor([[float(field) for field in line.split("\t")] for line in lines])
-    users, items, rating, _ = ratings.double()[ratings[:, 3].argsort(stable=True)].unbind(1)
-    ids = torch.stack([users - 1, USERS + items - 1], dim=1).long()
-    labels = (rating >= 4).float()
-    for some, truth in zip(ids.split(BATCH), labels.split(BATCH), strict=True):
-        yield Example(some.reshape(-1), truth)
+buckets, int32 each (12 to 16 bytes, by the number of rows); the id, the row and a count, and the
+batch of the last lookup, int64 each. Lookups that wait for the next update are not counted in
+either."""
 
 
 def rows_for(method: str, ids: int, dim: int, budget: float) -> int:
@@ -120,19 +70,31 @@ def rows_for(method: str, ids: int, dim: int, budget: float) -> int:
 
 
 class Net(nn.Module):
-    """The table, and two layers over it."""
+    """The large table, small ones, and two layers over them.
 
-    def __init__(self, table: nn.Module, dim: int) -> None:
+    With small tables, the layers also read the dot product of each two embeddings.
+    """
+
+    def __init__(self, table: nn.Module, small: EmbeddingBagCollection | None, dim: int) -> None:
         super().__init__()
-        self.table = table
-        self.over = nn.Sequential(nn.Linear(dim, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.table, self.small, self.dim = table, small, dim
+        count = 1 + (len(small.embedding_bag_configs()) if small else 0)
+        width = count * dim + count * (count - 1) // 2
+        self.over = nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, 1))
 
-    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+    def forward(self, ids: KeyedJaggedTensor, others: KeyedJaggedTensor | None) -> Tensor:
         """Return the logits: ``(batch,)``."""
         found = self.table(ids)
         # Managed collisions return the ids beside the bags.
         bags = found[0] if isinstance(found, tuple) else found
-        logits: Tensor = self.over(bags["item"]).squeeze(1)
+        read = bags["item"].view(-1, self.dim)
+        if self.small is not None:
+            small = self.small(others).values().view(len(read), -1, self.dim)
+            each = torch.cat([read[:, None], small], dim=1)
+            first, second = torch.triu_indices(each.shape[1], each.shape[1], offset=1)
+            dots = (each @ each.mT)[:, first, second]
+            read = torch.cat([each.flatten(1), dots], dim=1)
+        logits: Tensor = self.over(read).squeeze(1)
         return logits
 
 
@@ -140,32 +102,41 @@ class Method:
     """A table in training that stores some rows; here a full one.
 
     Args:
-        case: ``ids`` and ``dim`` of the table, ``steps`` of the run.
+        case: ``ids`` and ``dim`` of the table, ``steps`` of the run; ``small``, the rows of each
+            small table; ``every``, batches between two updates of masks, slots and managed
+            collisions alike; ``settings`` of the method.
         rows: the number of rows that it stores.
     """
 
     def __init__(self, case: dict[str, Any], rows: int) -> None:
         torch.manual_seed(case["seed"])
         self.case, self.rows = case, rows
+        self.every: int = case["every"]
+        self.settings: dict[str, Any] = case.get("settings", {})
         table = self.table()
-        apply_optimizer_in_backward(RowWiseAdagrad, table.parameters(), {"lr": 0.1})
-        net = Net(table, case["dim"])
+        small = bags(case["small"], case["dim"]) if case.get("small") else None
+        net = Net(table, small, case["dim"])
+        trained = [*table.parameters(), *(small.parameters() if small else [])]
+        apply_optimizer_in_backward(RowWiseAdagrad, trained, {"lr": 0.1})
         sharder: Any = EmbeddingBagCollectionSharder()
         if isinstance(table, ManagedCollisionEmbeddingBagCollection):
             sharder = ManagedCollisionEmbeddingBagCollectionSharder()
         # The tables of a collection with an index in front of it are inside.
         stored, path = (table.inner, "table.inner") if hasattr(table, "inner") else (table, "table")
-        world = dist.get_world_size()
-        made = construct_module_sharding_plan(
-            stored, {"item": row_wise()}, sharder, world, world_size=world, device_type="cpu"
-        )
+        plan = {path: _row_wise(stored, ["item"], sharder)}
+        sharders = [sharder]
+        if small is not None:
+            plain: Any = EmbeddingBagCollectionSharder()
+            plan["small"] = _row_wise(small, list(case["small"]), plain)
+            sharders = [sharder, plain] if type(sharder) is not type(plain) else [sharder]
         self.model: Any = DistributedModelParallel(
-            net, device=torch.device("cpu"), plan=ShardingPlan({path: made}), sharders=[sharder]
+            net, device=torch.device("cpu"), plan=ShardingPlan(plan), sharders=sharders
         )
         self.optimizer = torch.optim.Adagrad(net.over.parameters(), lr=0.05)
+        self.draws = torch.get_rng_state()
 
     def table(self) -> Any:
-        return bags(self.rows, self.case["dim"])
+        return bags({"item": self.rows}, self.case["dim"])
 
     def ids(self, ids: Tensor) -> Tensor:
         """Return which rows the ids look up."""
@@ -179,7 +150,11 @@ class Method:
         self.optimizer.zero_grad()
         lengths = torch.full((len(example.labels),), len(example.ids) // len(example.labels))
         features = KeyedJaggedTensor(["item"], self.ids(example.ids), lengths=lengths)
-        found: Tensor = self.model(features)
+        others = None
+        if example.others is not None:
+            ids = example.others.T.reshape(-1)
+            others = KeyedJaggedTensor(list(self.case["small"]), ids, lengths=torch.ones_like(ids))
+        found: Tensor = self.model(features, others)
         functional.binary_cross_entropy_with_logits(found, example.labels).backward()
         self.optimizer.step()
         self.after(step)
@@ -190,8 +165,7 @@ class Hashed(Method):
     """Ids share rows by a hash."""
 
     def ids(self, ids: Tensor) -> Tensor:
-        # Knuth's multiplicative hash: ids of one row are unrelated.
-        return (ids * 2_654_435_761 % 2**32) % self.rows
+        return hashed(ids) % self.rows
 
 
 class Frozen(Method):
@@ -199,7 +173,7 @@ class Frozen(Method):
 
     def __init__(self, case: dict[str, Any], rows: int) -> None:
         super().__init__(case, case["ids"])
-        warmup = case["steps"] // CHANGES
+        warmup = int(WARMUP * case["steps"])
         self.end = warmup - 1
         self.sparse = sparsify(
             self.model,
@@ -209,7 +183,7 @@ class Frozen(Method):
             include="*item*",
             begin=warmup // 2,
             end=self.end,
-            every=EVERY,
+            every=self.every,
         )
 
     def after(self, step: int) -> None:
@@ -231,16 +205,24 @@ class Managed(Method):
         super().__init__(case, rows)
 
     def table(self) -> Any:
-        inner = bags(self.rows, self.case["dim"])
+        inner = bags({"item": self.rows}, self.case["dim"])
         module = MCHManagedCollisionModule(
             zch_size=self.rows,
             device=torch.device("cpu"),
-            eviction_policy=POLICIES[self.case["method"]](),
-            eviction_interval=EVERY,
+            eviction_policy=self.policy(),
+            eviction_interval=self.every,
             input_hash_size=self.case["ids"],
         )
         managed = ManagedCollisionCollection({"item": module}, inner.embedding_bag_configs())
         return ManagedCollisionEmbeddingBagCollection(inner, managed)
+
+    def policy(self) -> MCHEvictionPolicy:
+        """Return what chooses the ids that hold rows: ``exponent`` of the time since the last
+        lookup, or ``least``, the lookups in an interval that count."""
+        if self.case["method"] == "distance lfu":
+            return DistanceLFU_EvictionPolicy(self.settings.get("exponent", 1.0))
+        over = self.settings.get("least", 1) - 1
+        return LFU_EvictionPolicy((lambda counts: (counts > over, over)) if over else None)
 
 
 def _reset_momentum(tables: Any, pruned_indices: Tensor, **_: Any) -> None:
@@ -254,11 +236,15 @@ class Following(Method):
 
     def __init__(self, case: dict[str, Any], rows: int) -> None:
         super().__init__(case, rows)
-        every = case.get("every", EVERY)
-        self.slots = FollowingTables(self.model, every=every, decay=DECAY, seed=case["seed"])
+        half_life = self.settings.get("half_life", 80)
+        self.slots = FollowingTables(
+            self.model, every=self.every, half_life=half_life, seed=case["seed"]
+        )
 
     def table(self) -> Any:
-        return following(bags(self.case["ids"], self.case["dim"]), rows={"item": self.rows})
+        whole = bags({"item": self.case["ids"]}, self.case["dim"])
+        nursery = self.settings.get("nursery", 0.1)
+        return following(whole, rows={"item": self.rows}, nursery=nursery)
 
     def after(self, step: int) -> None:
         self.slots.step()
@@ -269,7 +255,8 @@ class Compact(Method):
 
     def table(self) -> Any:
         kept = torch.arange(self.case["ids"]) < self.rows
-        [config] = bags(self.case["ids"], self.case["dim"]).embedding_bag_configs()
+        whole = bags({"item": self.case["ids"]}, self.case["dim"])
+        [config] = whole.embedding_bag_configs()
         meta = torch.device("meta")
         return CompactEmbeddingBagCollection([config], {"item": RowIndex.of(kept)}, device=meta)
 
@@ -285,31 +272,39 @@ METHODS: dict[str, Callable[[dict[str, Any], int], Method]] = {
 }
 
 
-def bags(rows: int, dim: int) -> EmbeddingBagCollection:
-    """The table, on the meta device: every method starts from the same distribution."""
-    config = EmbeddingBagConfig(
-        name="item",
-        num_embeddings=rows,
-        embedding_dim=dim,
-        feature_names=["item"],
-        init_fn=partial(nn.init.uniform_, a=-0.01, b=0.01),
+def bags(rows: dict[str, int], dim: int) -> EmbeddingBagCollection:
+    """Tables on the meta device: every method starts from the same distribution."""
+    configs = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=count,
+            embedding_dim=dim,
+            feature_names=[name],
+            init_fn=partial(nn.init.uniform_, a=-0.01, b=0.01),
+        )
+        for name, count in rows.items()
+    ]
+    return EmbeddingBagCollection(configs, device=torch.device("meta"))
+
+
+def _row_wise(tables: Any, names: list[str], sharder: Any) -> Any:
+    world, placed = dist.get_world_size(), {name: row_wise() for name in names}
+    return construct_module_sharding_plan(
+        tables, placed, sharder, world, world_size=world, device_type="cpu"
     )
-    return EmbeddingBagCollection([config], device=torch.device("meta"))
 
 
 def stream(case: dict[str, Any]) -> dict[str, Any]:
-    """Train with every method and budget through the same stream."""
-    if case["what"] == "movielens":
-        batches = list(movielens(Path(case["folder"])))
-    else:
-        batches = list(drifting(case["ids"], case["steps"], case["share"], case["seed"]))
-    runs = [{**case, "method": "full", "budget": 1.0}]
-    for budget in case["budgets"]:
-        runs += [{**case, "method": method, "budget": budget} for method in case["methods"]]
-    return {"runs": through(runs, batches)}
+    """Train a table for each run of the case through the same stream; to tune on a log, through
+    its first part."""
+    stream = batches(case)
+    shared = {key: value for key, value in case.items() if key != "runs"}
+    if case["tuning"] and case["what"] in ("movielens", "lastfm"):
+        stream = stream[: int(TUNED * len(stream))]
+    return {"runs": through([{**shared, **run} for run in case["runs"]], stream)}
 
 
-def through(cases: list[dict[str, Any]], batches: list[Example]) -> list[dict[str, Any]]:
+def through(cases: list[dict[str, Any]], stream: list[Example]) -> list[dict[str, Any]]:
     """Train tables through a stream, batch by batch one after the other, so that their times are
     comparable; every batch is predicted before it is trained on."""
     rows = [rows_for(each["method"], each["ids"], each["dim"], each["budget"]) for each in cases]
@@ -317,27 +312,35 @@ def through(cases: list[dict[str, Any]], batches: list[Example]) -> list[dict[st
     subjects = [METHODS[each["method"]](each, count) for each, count in made]
     logits: list[list[Tensor]] = [[] for _ in cases]
     times: list[list[float]] = [[] for _ in cases]
-    for step, example in enumerate(batches):
+    for step, example in enumerate(stream):
         for number, subject in enumerate(subjects):
+            # Managed collisions draw new rows: the draws of one table don't change those of another.
+            torch.set_rng_state(subject.draws)
             start = time.process_time()
             logits[number].append(subject.train(step, example))
             times[number].append(time.process_time() - start)
-    warmup = len(batches) // CHANGES
-    truth = torch.cat([example.labels for example in batches[warmup:]])
+            subject.draws = torch.get_rng_state()
+    warmup, tuned = (int(part * cases[0]["steps"]) for part in (WARMUP, TUNED))
     runs = []
     for number, each in enumerate(cases):
-        found, spent = torch.cat(logits[number][warmup:]), times[number][warmup:]
+        spent = times[number][warmup:]
         run = {
-            "method": each["method"],
-            "budget": each["budget"],
+            **{key: each[key] for key in ("method", "budget", "every", "settings")},
             "rows": rows[number],
-            "auc": auc(found, truth),
-            "ne": normalized_entropy(found, truth),
+            **_quality(logits[number][warmup:], stream[warmup:]),
             "ms": 1e3 * statistics.median(spent),
             "mean_ms": 1e3 * statistics.mean(spent),
         }
+        if len(stream) > tuned:
+            later = _quality(logits[number][tuned:], stream[tuned:])
+            run |= {f"later_{key}": value for key, value in later.items()}
         runs.append(run)
     return runs
+
+
+def _quality(logits: list[Tensor], stream: list[Example]) -> dict[str, float]:
+    found, truth = torch.cat(logits), torch.cat([example.labels for example in stream])
+    return {"auc": auc(found, truth), "ne": normalized_entropy(found, truth)}
 
 
 def memory(case: dict[str, Any]) -> dict[str, Any]:
@@ -348,18 +351,18 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
     peak = peak_extra_bytes(lambda: made.append(METHODS[case["method"]](case, case["rows"])))
     subject = made[0]
     if isinstance(subject, Following):
-        # The ids that the compact table keeps hold the slots, as if from a checkpoint.
+        # The hot ids hold the slots, as if from a checkpoint.
         index = subject.model.module.table.following_ids.slots["item"]
-        index.id_of_slot.copy_(torch.arange(case["rows"]))
+        index.id_of_slot.copy_(torch.arange(case["hot"]))
     start, times, due = resident(), [], []
     draw = torch.Generator().manual_seed(dist.get_rank())
     every = case["every"]
 
     def steps() -> None:
         for step in range(3 * every):
-            # Nine of ten lookups are of ids that a compact table keeps: both train as many rows.
+            # Nine of ten lookups are of hot ids, which the compact table keeps too.
             size = (case["batch"], case["bag"])
-            ids = torch.randint(0, case["rows"], size, generator=draw)
+            ids = torch.randint(0, case["hot"], size, generator=draw)
             cold = torch.rand(size, generator=draw) < 0.1
             ids[cold] = torch.randint(0, case["ids"], size, generator=draw)[cold]
             example = Example(ids.view(-1), torch.zeros(case["batch"]))
@@ -371,8 +374,8 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
                 (due if (step + 1) % every == 0 else times).append(spent)
 
     extra = peak_extra_bytes(steps)
-    # A count of 4 bytes for each id, which one rank has; the index is on every rank.
-    counts = 4 * case["ids"] if isinstance(subject, Following) else 0
+    # A byte for each id, which one rank has; the index is on every rank.
+    counts = case["ids"] if isinstance(subject, Following) else 0
     indexes = torch.tensor([subject.model.module.table.ids.nbytes])
     dist.all_reduce(indexes)
     return {

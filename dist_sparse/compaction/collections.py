@@ -126,22 +126,24 @@ class CompactIds(nn.Module):
         """
         self._refuse_batch(features)
         ordered = self.ordered(features)
-        rows = self.rows(ordered)
-        # Ids out of range are rare: without any, the check costs one minimum. UNKNOWN < REMOVED.
-        if len(rows) and int(rows.min()) < REMOVED:
+        rows, lengths = self.rows(ordered), ordered.lengths()
+        # One minimum tells whether all ids have a row, and whether one is out of range.
+        least = int(rows.min()) if len(rows) else 0
+        # UNKNOWN < REMOVED.
+        if least < REMOVED:
             flags = rows == UNKNOWN
             self._report(self._unknown.add(ordered.values(), flags, ordered.length_per_key()))
-        kept = rows >= 0
-        self.record_batch(features, ordered, kept)
-        # FBGEMM's operator filters ids and lengths in one pass.
-        rows, lengths = select_jagged(rows, ordered.lengths(), kept)
-        weights = ordered.weights_or_none()
-        if weights is not None:
-            weights = weights.masked_select(kept).float()
+        self.record_batch(features, ordered, rows)
+        weights = self.weights(ordered, rows)
+        if least < 0:
+            kept = rows >= 0
+            weights = None if weights is None else weights.masked_select(kept)
+            # FBGEMM's operator filters ids and lengths in one pass.
+            rows, lengths = select_jagged(rows, lengths, kept)
         return KeyedJaggedTensor(
             keys=self.names,
             values=rows.to(ordered.values().dtype),
-            weights=weights,
+            weights=None if weights is None else weights.float(),
             lengths=lengths,
         )
 
@@ -176,10 +178,15 @@ class CompactIds(nn.Module):
             )
 
     def record_batch(
-        self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
+        self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, rows: Tensor
     ) -> None:
-        """Record a translated batch; a hook for subclasses. ``kept`` tells which ids have a row, in
-        the order of :meth:`ordered`."""
+        """Record a translated batch; a hook for subclasses. ``rows`` are :meth:`rows`."""
+
+    def weights(self, ordered: KeyedJaggedTensor, rows: Tensor) -> Tensor | None:
+        """Return the weight of each id of a batch; a hook for subclasses. ``rows`` are
+        :meth:`rows`."""
+        weights: Tensor | None = ordered.weights_or_none()
+        return weights
 
     def ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the features of the collection in the order of its tables. A feature that two
@@ -228,11 +235,12 @@ class CompactIds(nn.Module):
             held = self._maps[table] = _Map(state, state._version, index(ids).int())
         return held.rows
 
-    def kept(self, features: KeyedJaggedTensor) -> Tensor:
+    def read(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor | None]:
         """Return which ids of a translated batch have a row: bool ``(n,)``, in the order of
-        :meth:`ordered`."""
+        :meth:`ordered`; and the number by which each id's row is multiplied: float32 ``(n,)``, or
+        None."""
         # Looked up again, because the input distribution has no room for the flags.
-        return self.rows(self.ordered(features)) >= 0
+        return self.rows(self.ordered(features)) >= 0, None
 
     def _report(self, unknown: Mapping[str, str]) -> None:
         """Raise or log for ids out of range, as the collection did before it was compact."""
@@ -440,7 +448,7 @@ class CompactEmbeddingCollection(IndexedCollection):
 
 
 class _Zeros(_Outputs):
-    """Insert zero vectors at the places of ids without a row."""
+    """Insert zero vectors at the places of ids without a row, and scale the others."""
 
     def forward(self, found: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one vector for each id of every key."""
@@ -448,7 +456,7 @@ class _Zeros(_Outputs):
         # A sharded collection returns before its output distribution is done.
         if isinstance(found, LazyAwaitable):
             found = found.wait()
-        kept = ids.kept(features)
+        kept, scales = ids.read(features)
         features = ids.ordered(features)
         lengths = features.lengths().view(len(ids.names), -1)
         out: dict[str, JaggedTensor] = {}
@@ -458,6 +466,8 @@ class _Zeros(_Outputs):
             if len(values) < count:
                 [places] = kept[start : start + count].nonzero(as_tuple=True)
                 values = values.new_zeros(count, values.shape[1]).index_copy(0, places, values)
+            if scales is not None:
+                values = values * scales[start : start + count, None]
             out[name] = JaggedTensor(values=values, lengths=of_bags)
             start += count
         return out

@@ -12,7 +12,6 @@ from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -384,10 +383,13 @@ class Steppers:
             if getattr(value, "shape", None) in shapes
         }
 
-    def steps(self, parameter: nn.Parameter) -> bool:
-        """Return whether one of the optimizers steps a parameter."""
-        # By identity: == of tensors compares elements.
-        return id(parameter) in map(id, chain.from_iterable(map(stepped_by, self._leaves)))
+    def kind_of(self, parameter: nn.Parameter) -> str:
+        """Return the name of the class of the optimizer that steps a parameter; "" if none does."""
+        for kind, leaf in zip(self.kinds, self._leaves, strict=True):
+            # By identity: == of tensors compares elements.
+            if id(parameter) in map(id, stepped_by(leaf)):
+                return kind
+        return ""
 
     def initial(self, parameter: nn.Parameter, name: str) -> float:
         """Return the value from which a state of a parameter starts."""
@@ -423,12 +425,14 @@ class StoredTables:
         located: the shards, by table.
         parameters: the parameters that plain optimizers step, by table.
         hyperparameters: of fused optimizers, by table; only tables with a shard on this rank.
+        update_rules: FBGEMM's names of these optimizers.
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str], steppers: Steppers) -> None:
         self._steppers = steppers
         self._fused: dict[str, list[Sequence[Tensor]]] = {}
         self.hyperparameters: dict[str, dict[str, float]] = {}
+        self.update_rules: dict[str, str] = {}
         self.located: dict[str, ShardedData]
         self.parameters: Mapping[str, nn.Parameter]
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -448,6 +452,7 @@ class StoredTables:
             for table, view, states in shards:
                 if view.numel():
                     self.hyperparameters[table] = values
+                    self.update_rules[table] = batch.update_rule
                     self._fused.setdefault(table, []).append(states)
 
     def weights(self, table: str) -> list[Tensor]:

@@ -286,11 +286,11 @@ class FbgemmBatch(Kernel):
         super().__init__(kernel)
         self.tables = [config.name for config in kernel._config.embedding_tables]
         self.kernel: nn.Module = self._batch
-        self._update_rule: str = self._batch.optimizer.name
-        self.is_adagrad = "ADAGRAD" in self._update_rule
-        if self._update_rule not in ROW_WRITERS:
+        self.update_rule: str = self._batch.optimizer.name
+        self.is_adagrad = "ADAGRAD" in self.update_rule
+        if self.update_rule not in ROW_WRITERS:
             raise ValueError(
-                f"The tables {self.tables} have the fused optimizer {self._update_rule}, which may"
+                f"The tables {self.tables} have the fused optimizer {self.update_rule}, which may"
                 " write rows that no batch has looked up, removed ones too."
             )
 
@@ -298,7 +298,7 @@ class FbgemmBatch(Kernel):
     def keeps_zeros(self) -> bool:
         """Whether its optimizer leaves a row of zeros alone if the gradient is zero."""
         # Adam moves it by its moments; LAMB and LARS divide by the norms of the row and its update.
-        if self._update_rule not in ZERO_KEEPERS:
+        if self.update_rule not in ZERO_KEEPERS:
             return False
         # Adagrad divides by the root of its sums plus eps: 0 by 0 without eps.
         plain_decay = self._batch.weight_decay_mode.name in _PLAIN_DECAYS

@@ -62,7 +62,7 @@ class Online:
         self.days = torch.arange(len(data.labels))[kept].chunk(options.days)
         self.steps = len(self.days[-1]) // options.batch_size
         # Users come and go: ids that were looked up lately hold the slots.
-        self.slots = FollowingTables(self.model, every=10, admit_after=2, decay=0.9)
+        self.slots = FollowingTables(self.model, every=10, admit_after=2)
         self.guard = Guard(tolerance=_TOLERANCE)
         self.sparse = sparsify(
             self.model,

@@ -4,77 +4,79 @@ Each rank owns one contiguous range of the ids and counts their lookups. :class:
 count for every id of the range. :class:`CandidateCounts` has counts for the hottest ids only, for
 tables with too many ids to count each.
 
-A count is an int32. With a decay, old lookups weigh less. Instead of multiplying all counts at
-every update, a new lookup weighs more; once its weight has grown :data:`_GROWTH`-fold, all counts
-are divided. So an update reads the counts of the holders, and of the ids that were looked up since
-the last one.
+A count is one byte. Its low 4 bits are the lookups, at most 15, halved once per half-life. Its high
+4 bits are the age: the updates since the last lookup, at most 15. An id ranks by lookups divided by
+age + 1. Both are small integers, so all scores are listed in :data:`_SCORES`, and ids are compared
+by a score's place in this list: no rounding decides.
 
 Selection is exact over all ranks. Each rank contributes the owned ids that hold a slot, and those
-that may win one. They are ordered by lookup count, then holders before others, then smaller ids
-first. So a slot does not change its holder for a tie, and the result does not depend on the number
-of ranks. Only holders and the ids looked up since the last update need to be compared: any other id
-lost to all holders of that update, and decay scales its count as it scales theirs.
+that were looked up since the last update: no other id may win one. They are ordered by score, then
+holders before others, then smaller ids first. So a slot does not change its holder for a tie, and
+the result does not depend on the number of ranks.
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.extras.following.slotted import VACANT
+from dist_sparse.extras.following.slot_index import VACANT
 from dist_sparse.groups import Group
 from dist_sparse.parcels import Parcels
 from dist_sparse.tables.chunked import ChunkedTensor
 
 # Counts
 
-# Counts saturate here, so that a key, 2 * count + 1, is below :data:`PROTECTED` and fits 33 bits.
-MOST = 1 << 30
+# Lookups, and updates since the last one, saturate here: 4 bits each.
+MOST = 15
 
-# The weight of a lookup right after a division, with decay: counts have 4 fractional bits.
-_UNIT = 16
+# How many counts are processed at a time: two copies of them fit a core's cache.
+_SPAN = 1 << 19
 
-# Counts are divided once a lookup weighs this many times :data:`_UNIT`.
-_GROWTH = 16
-
-# How many counts are processed at a time: 16 MiB, and their int64 copies take twice that.
-_SPAN = 1 << 22
+# Eight counts are processed as one int64. 1 in the low bit of each age:
+_ONE_YEAR = 0x1010101010101010
+_AGES = 0xF0F0F0F0F0F0F0F0 - (1 << 64)
 
 
-class Weight:
-    """The number that a lookup adds to a count.
+def lookups_of(counts: Tensor) -> Tensor:
+    """Return the lookups in counts: uint8 ``(n,)``."""
+    return counts.bitwise_and(MOST)
+
+
+def plus(counts: Tensor, times: Tensor) -> Tensor:
+    """Return counts, uint8 ``(n,)``, after more lookups, int64 ``(n,)``: they have age 0."""
+    # Clamp first: a sum of many lookups would wrap.
+    return (lookups_of(counts) + times.clamp(max=MOST)).clamp_(max=MOST).to(torch.uint8)
+
+
+def pass_update(words: Tensor, halvings: int) -> None:
+    """Age counts by one update, then halve their lookups, rounding down. In place.
 
     Args:
-        decay: factor on the weight of earlier lookups at each update, in (0, 1].
-        age: updates since counts were divided.
+        words: eight counts each, int64 ``(n,)``.
+        halvings: how often to halve.
 
     Example::
 
-        >>> from dist_sparse.extras.following.selection import Weight
-        >>> weight = Weight(decay=0.5)
-        >>> [(weight.now, weight.next()) for _ in range(5)]
-        [(16, None), (32, None), (64, None), (128, None), (256, 256)]
-        >>> weight.now  # all counts were divided by 16
-        32
+        >>> import torch
+        >>> from dist_sparse.extras.following.selection import pass_update
+        >>> counts = torch.tensor([0x0F, 0x13, 0xF8, 0, 0, 0, 0, 0], dtype=torch.uint8)
+        >>> pass_update(counts.view(torch.int64), halvings=1)
+        >>> [hex(count) for count in counts[:3].tolist()]
+        ['0x17', '0x21', '0xf4']
     """
-
-    def __init__(self, decay: float, age: int = 0) -> None:
-        self.decay, self.age = decay, age
-
-    @property
-    def now(self) -> int:
-        """The weight of a lookup until the next update."""
-        return 1 if self.decay == 1 else round(_UNIT * self.decay**-self.age)
-
-    def next(self) -> int | None:
-        """Begin the interval after an update. Return the weight by which to divide counts now, or
-        None."""
-        before = self.now
-        divides = before >= _UNIT * _GROWTH
-        # After a division age 0 is the interval that ended, so the new one has age 1.
-        self.age = 1 if divides else self.age + 1
-        return before if divides else None
+    # The bits of lookups that are left after the shift, in each byte.
+    left = (MOST >> halvings) * 0x0101010101010101
+    for part in torch.split(words, _SPAN // 8):
+        # The low bit of an age is 1 here if all of its bits are: it has saturated.
+        full = part & (part >> 1)
+        full &= full >> 2
+        part += full.bitwise_not_().bitwise_and_(_ONE_YEAR)
+        if halvings:
+            lookups = (part >> halvings).bitwise_and_(left)
+            part.bitwise_and_(_AGES).bitwise_or_(lookups)
 
 
 class LookupCounts:
@@ -84,63 +86,70 @@ class LookupCounts:
         first, last: the owned ids.
 
     Attributes:
-        counts: int32 ``(last - first,)``.
+        counts: uint8 ``(last - first,)``.
 
     Example::
 
         >>> import torch
         >>> from dist_sparse.extras.following.selection import LookupCounts
         >>> owned = LookupCounts(10, 20)
-        >>> owned.begin_interval()
-        >>> owned.add(torch.tensor([11, 15]), torch.tensor([3, 1]), weight=1)
+        >>> owned.add(torch.tensor([11, 15]), torch.tensor([3, 1]))
         >>> owned.looked_up(least=1), owned.looked_up(least=2)
         (tensor([11, 15]), tensor([11]))
+        >>> owned.pass_update(halvings=1)
+        >>> owned.looked_up(least=1), owned.of(torch.tensor([11]))  # age 1, one lookup
+        (tensor([], dtype=torch.int64), tensor([17], dtype=torch.uint8))
     """
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
-        self.counts = torch.zeros(last - first, dtype=torch.int32)
-        # The places of the ids looked up since the last update. It is None before the first update
-        # and after a load: then any id may win a slot.
-        self._touched: list[Tensor] | None = None
+        self._words = torch.zeros(-(-(last - first) // 8), dtype=torch.int64)
+        self.counts = self._words.view(torch.uint8)[: last - first]
+        # The places of the ids looked up since the last update. None after a load: their counts
+        # have age 0, which takes a pass over all of them to find.
+        self._touched: list[Tensor] | None = []
 
-    def add(self, ids: Tensor, times: Tensor, weight: int) -> None:
+    def add(self, ids: Tensor, times: Tensor) -> None:
         """Add lookups.
 
         Args:
-            ids: distinct owned ids, int ``(n,)``.
-            times: lookups of each, int ``(n,)``.
-            weight: the number that one lookup adds to a count.
+            ids: distinct owned ids, ascending, int ``(n,)``.
+            times: lookups of each, int64 ``(n,)``.
         """
         places = ids.long() - self.first
-        added = times.long().mul(weight).add_(self.counts[places])
-        self.counts[places] = added.clamp_(max=MOST).int()
+        self.counts[places] = plus(self.counts[places], times)
         if self._touched is not None:
             self._touched.append(places.int())
 
     def of(self, ids: Tensor) -> Tensor:
-        """Return the counts of owned ids: int64 ``(n,)``."""
-        return self.counts[ids - self.first].long()
+        """Return the counts of owned ids: uint8 ``(n,)``."""
+        return self.counts[ids - self.first]
 
     def looked_up(self, least: int) -> Tensor:
-        """Return the ids looked up since the last update whose count is at least ``least``:
+        """Return the ids looked up since the last update that have at least ``least`` lookups:
         ascending, int64 ``(n,)``."""
         if self._touched is not None:
             touched = torch.cat([torch.empty(0, dtype=torch.int32), *self._touched])
-            places: Tensor = torch.unique(touched[self.counts[touched] >= least])
+            places = touched[self.counts[touched] >= least]
+            # Ids that were added at once are distinct, and ascend.
+            if len(self._touched) > 1:
+                places = torch.unique(places)
             return places.long() + self.first
         found = [torch.empty(0, dtype=torch.int64)]
         for number, part in enumerate(torch.split(self.counts, _SPAN)):
-            found.append((part >= least).nonzero().view(-1) + (self.first + number * _SPAN))
+            places = _places_of_age_0(part, least)
+            found.append(places + (self.first + number * _SPAN))
         return torch.cat(found)
 
-    def begin_interval(self) -> None:
-        """Record which ids are looked up from now on: an update has compared all others."""
-        self._touched = []
+    def num_seen(self) -> int:
+        """Return how many owned ids have lookups."""
+        parts = torch.split(self.counts, _SPAN)
+        return sum(int(lookups_of(part).count_nonzero()) for part in parts)
 
-    def compare_all(self) -> None:
-        """Let :meth:`looked_up` return ids that were looked up before the last update too."""
-        self._touched = None
+    def pass_update(self, halvings: int) -> None:
+        """Begin the interval after an update, as :func:`pass_update` says."""
+        pass_update(self._words, halvings)
+        self._touched = []
 
     def saved(self, ids: int, group: Group) -> ChunkedTensor:
         """Return the counts for a state: one tensor for all ``ids`` of the table; each rank writes
@@ -164,18 +173,14 @@ class LookupCounts:
             own = [piece for (first,), piece in saved.writes if first == self.first]
             pieces += saved.loaded or own
         found = torch.cat(pieces)
-        _check_counts(self, table, found, found.shape == self.counts.shape)
+        fits = found.shape == self.counts.shape and found.dtype == torch.uint8
+        _refuse_unless(fits, self, table)
         return [found]
 
     def load(self, counts: Tensor) -> None:
-        """Replace the counts; the next update compares all ids."""
+        """Replace the counts."""
         self.counts.copy_(counts)
-        self.compare_all()
-
-    def divide(self, weight: int) -> None:
-        """Scale counts from lookups of ``weight`` to lookups of :data:`_UNIT`, rounding down."""
-        for part in torch.split(self.counts, _SPAN):
-            part.copy_(part.long().mul_(_UNIT).floor_divide_(weight))
+        self._touched = None
 
 
 class CandidateCounts:
@@ -186,48 +191,55 @@ class CandidateCounts:
 
     Attributes:
         ids: the ids that have a count, int64 ``(n,)``, ascending.
-        counts: int32 ``(n,)``.
+        counts: uint8 ``(n,)``.
 
     Example::
 
         >>> import torch
         >>> from dist_sparse.extras.following.selection import CandidateCounts
         >>> owned = CandidateCounts(0, 2**40)
-        >>> owned.add(torch.tensor([7, 2**39]), torch.tensor([3, 1]), weight=1)
-        >>> owned.add(torch.tensor([7, 8]), torch.tensor([1, 1]), weight=1)
+        >>> owned.add(torch.tensor([7, 2**39]), torch.tensor([3, 1]))
+        >>> owned.add(torch.tensor([7, 8]), torch.tensor([1, 1]))
         >>> owned.keep(torch.tensor([True, False, True]))
         >>> owned.of(torch.tensor([7, 8, 2**39]))
-        tensor([4, 0, 1])
+        tensor([4, 0, 1], dtype=torch.uint8)
     """
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
-        self.load(torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
+        self.counts = torch.empty(0, dtype=torch.uint8)
+        self.ids = torch.empty(0, dtype=torch.int64)
 
-    def add(self, ids: Tensor, times: Tensor, weight: int) -> None:
+    def add(self, ids: Tensor, times: Tensor) -> None:
         """Add lookups, as :meth:`LookupCounts.add` does. New ids get a count."""
         both, places = torch.unique(torch.cat([self.ids, ids.long()]), return_inverse=True)
-        added = torch.cat([self.counts.long(), times.long() * weight])
-        counts = torch.zeros(len(both), dtype=torch.int64).index_add_(0, places, added)
-        self.load(counts.clamp_(max=MOST).int(), both)
+        counts = torch.zeros(len(both), dtype=torch.uint8)
+        old, new = places.tensor_split([len(self.ids)])
+        counts[old] = self.counts
+        counts[new] = plus(counts[new], times)
+        self.load(counts, both)
 
     def of(self, ids: Tensor) -> Tensor:
-        """Return the counts of owned ids: int64 ``(n,)``."""
+        """Return the counts of owned ids: uint8 ``(n,)``."""
         places = torch.searchsorted(self.ids, ids.long())
         # An id above all candidates is placed after the last one, where no id is.
         candidates = nn.functional.pad(self.ids, (0, 1), value=VACANT)
-        counts = nn.functional.pad(self.counts, (0, 1)).long()
+        counts = nn.functional.pad(self.counts, (0, 1))
         return torch.where(candidates[places] == ids, counts[places], 0)
 
     def looked_up(self, least: int) -> Tensor:
-        """Return the ids whose count is at least ``least``: ascending, int64 ``(n,)``."""
-        return self.ids[self.counts >= least]
+        """Return ids as :meth:`LookupCounts.looked_up` does."""
+        return self.ids[_places_of_age_0(self.counts, least)]
 
-    def begin_interval(self) -> None:
-        """Do nothing: each update compares all candidates."""
+    def num_seen(self) -> int:
+        """Return how many owned ids have lookups."""
+        return int(lookups_of(self.counts).count_nonzero())
 
-    def compare_all(self) -> None:
-        """Do nothing."""
+    def pass_update(self, halvings: int) -> None:
+        """Begin the interval after an update, as :func:`pass_update` says."""
+        words = nn.functional.pad(self.counts, (0, -len(self.counts) % 8)).view(torch.int64)
+        pass_update(words, halvings)
+        self.counts = words.view(torch.uint8)[: len(self.counts)]
 
     def saved(self, ids: int, group: Group) -> Tensor:
         """Return the counts for a state: the candidates of all ranks and their counts, int64
@@ -245,12 +257,12 @@ class CandidateCounts:
         fits = isinstance(saved, Tensor) and saved.dtype == torch.int64 and saved.shape[:-1] == (2,)
         all_ids, all_counts = saved if fits else torch.empty(2, 0)
         owned = (all_ids >= self.first) & (all_ids < self.last)
-        ids = all_ids[owned]
-        # int() would wrap a larger count into the valid ones.
-        counts = all_counts[owned].clamp(-1, MOST + 1).int()
+        ids, counts = all_ids[owned], all_counts[owned]
         fits &= bool((all_ids >= VACANT).all() & (ids.diff() > 0).all())
-        _check_counts(self, table, counts, fits)
-        return [counts, ids]
+        # uint8 would wrap a larger count into the valid ones.
+        fits &= bool(((counts >= 0) & (counts < 256)).all())
+        _refuse_unless(fits, self, table)
+        return [counts.to(torch.uint8), ids]
 
     def load(self, counts: Tensor, ids: Tensor) -> None:
         """Replace the counts and their ids, which ascend."""
@@ -261,21 +273,20 @@ class CandidateCounts:
         """Drop the counts of all ids that are not flagged: bool ``(n,)``."""
         self.load(self.counts[flags], self.ids[flags])
 
-    def divide(self, weight: int) -> None:
-        """Scale counts from lookups of ``weight`` to lookups of :data:`_UNIT`, rounding down."""
-        self.counts = (self.counts.long() * _UNIT // weight).int()
+
+def _places_of_age_0(counts: Tensor, least: int) -> Tensor:
+    """Return where counts of age 0 have at least ``least`` lookups, int64 ``(n,)``."""
+    [places] = ((counts >= least) & (counts <= MOST)).nonzero(as_tuple=True)
+    return places
 
 
-def _check_counts(
-    owner: LookupCounts | CandidateCounts, table: str, part: Tensor, fits: bool
-) -> None:
+def _refuse_unless(fits: bool, owner: LookupCounts | CandidateCounts, table: str) -> None:
     """Refuse counts from a state that do not belong to the owned ids."""
-    lacks = f"Table {table!r}: the state has no counts of the ids [{owner.first}, {owner.last})."
-    fits = fits and part.dtype == torch.int32
     if not fits:
-        raise ValueError(f"{lacks} Load a state of other ranks by torch.distributed.checkpoint.")
-    if ((part < 0) | (part > MOST)).any():
-        raise ValueError(f"Table {table!r}: the state has invalid counts.")
+        raise ValueError(
+            f"Table {table!r}: the state has no valid counts of the ids [{owner.first},"
+            f" {owner.last}). Load a state of other ranks by torch.distributed.checkpoint."
+        )
 
 
 # Communication
@@ -309,17 +320,33 @@ def gather_parts(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
 
 # Selection
 
+# All scores of counts, ascending: lookups / (age + 1).
+_SCORES = sorted({Fraction(count % 16, count // 16 + 1) for count in range(256)})
+
+# The ranking key of each count without a slot. It is even: a holder's is the next one.
+_KEYS = torch.tensor([2 * _SCORES.index(Fraction(c % 16, c // 16 + 1)) for c in range(256)])
+
 # The ranking key of protected ids. It is above the key of any count.
-PROTECTED = 2 * MOST + 2
+PROTECTED = 2 * len(_SCORES)
 
-# Bits of a key that a round determines. Three rounds determine 33: all keys up to PROTECTED.
-_BITS = 11
 
-_BUCKETS = 1 << _BITS
+def ranking_keys(counts: Tensor) -> Tensor:
+    """Return the keys that order counts, uint8 ``(n,)``, by their scores: even, int64 ``(n,)``.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.extras.following.selection import ranking_keys
+        >>> counts = torch.tensor([0x02, 0x14, 0x15], dtype=torch.uint8)  # 2/1, 4/2, 5/2
+        >>> a, b, c = ranking_keys(counts).tolist()
+        >>> a == b < c
+        True
+    """
+    return _KEYS.index_select(0, counts.int())
 
 
 def admission_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[int]:
-    """Return for each table the smallest count with which an id without a slot may win one.
+    """Return for each table how many lookups an id without a slot needs at least to win one.
     Collective: one all-gather.
 
     Args:
@@ -332,63 +359,53 @@ def admission_counts(slots: Sequence[int], keys: Sequence[Tensor], group: Group)
     for table_keys in keys:
         here.append([len(table_keys), int(torch.cat([table_keys, padding]).min())])
     holders, coldest = group.all_gather(torch.tensor(here)).unbind(2)
-    # While a slot is free, any count wins it: 0. Otherwise more than the coldest holder's count is
-    # needed, which is half its key: in a tie the holder keeps its slot.
+    # While a slot is free, any count wins it: 0. Otherwise a key above the coldest holder's is
+    # needed. An id that may win one has age 0, so its count is its number of lookups.
     is_full = holders.sum(0) == torch.tensor(slots)
-    return (is_full * (coldest.amin(0) // 2 + 1)).tolist()
+    too_few = (_KEYS[: MOST + 1] <= coldest.amin(0)[:, None]).sum(1)
+    return (is_full * too_few).tolist()
 
 
-def select_winners(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[Tensor]:
+def select_winners(
+    slots: Sequence[int], keys: Sequence[Tensor], ids: Sequence[Tensor], group: Group
+) -> list[Tensor]:
     """Return for each table which of the owned ids hold a slot from now on: bool ``(n,)``.
-    Collective over ``group``: three all-reduces of 16 KiB a table, and an all-gather.
-
-    The k-th largest key is found by radix selection: each round sums a histogram of the next
-    :data:`_BITS` bits over all ranks, and continues in the bucket that the key falls into.
+    Collective over ``group``: an all-reduce of 2.5 KiB a table, and an all-gather.
 
     Args:
         slots: number of slots of each table, over all ranks.
         keys: for each table, the ranking keys of the owned ids that may hold a slot, int64
-            ``(n,)``, in the order of the ids: the larger key wins, then the smaller id.
+            ``(n,)``: the larger key wins, then the smaller id.
+        ids: for each table, these ids, int64 ``(n,)``, in any order.
 
     Example::
 
         >>> import torch
         >>> from dist_sparse.extras.following.selection import select_winners
         >>> from dist_sparse.groups import group_over
-        >>> select_winners([2], [torch.tensor([6, 2, 6, 6])], group_over(None))
-        [tensor([ True, False,  True, False])]
+        >>> keys, ids = torch.tensor([6, 2, 6, 6]), torch.tensor([9, 1, 4, 7])
+        >>> select_winners([2], [keys], [ids], group_over(None))
+        [tensor([False, False,  True,  True])]
     """
-    # Slots left for ids whose key begins with the prefix.
-    left = torch.tensor(slots, dtype=torch.int64)
-    # The known bits of each table's last winning key.
-    prefix = torch.zeros(len(keys), dtype=torch.int64)
-    for shift in (2 * _BITS, _BITS, 0):
-        histograms = [
-            _histogram(table_keys, shift, int(bits))
-            for table_keys, bits in zip(keys, prefix, strict=True)
-        ]
-        counts = group.all_reduce(torch.stack(histograms))
-        # How many keys are in each bucket or above it. The numbers descend along the buckets.
-        from_here = counts.flip(1).cumsum(1).flip(1)
-        # If there are fewer ids than slots, all win, and the smallest key is the last winning one.
-        left = torch.minimum(left, from_here[:, 0])
-        bucket = ((from_here >= left[:, None]).sum(1) - 1).clamp(min=0)
-        above = (from_here - counts).gather(1, bucket[:, None]).squeeze(1)
-        left -= above
-        prefix = prefix * _BUCKETS + bucket
-    # Now the prefix is the last winning key, and ``left`` slots remain for the ids that have it.
-    tied = [table_keys == last for table_keys, last in zip(keys, prefix, strict=True)]
+    here = [torch.bincount(table_keys, minlength=PROTECTED + 1) for table_keys in keys]
+    counts = group.all_reduce(torch.stack(here))
+    # How many ids have a key or a larger one. The numbers descend along the keys.
+    from_here = counts.flip(1).cumsum(1).flip(1)
+    # If there are fewer ids than slots, all win, and the smallest key is the last winning one.
+    left = torch.minimum(torch.tensor(slots, dtype=torch.int64), from_here[:, 0])
+    lasts = ((from_here >= left[:, None]).sum(1) - 1).clamp(min=0)
+    # Slots that remain for the ids with the last winning key.
+    left -= (from_here - counts).gather(1, lasts[:, None]).squeeze(1)
+    tied = [table_keys == last for table_keys, last in zip(keys, lasts, strict=True)]
     num_tied = torch.stack([flags.sum() for flags in tied])
     # Smaller ids win a tie, and lower ranks own smaller ids.
     left -= group.all_gather(num_tied)[: group.rank].sum(0)
     winners = []
     for number, flags in enumerate(tied):
-        first = flags & (flags.cumsum(0) <= left[number])
-        winners.append((keys[number] > prefix[number]) | first)
+        wins = keys[number] > lasts[number]
+        some = min(int(left[number]), int(flags.sum()))
+        if some > 0:
+            last_id = ids[number][flags].kthvalue(some).values
+            wins |= flags & (ids[number] <= last_id)
+        winners.append(wins)
     return winners
-
-
-def _histogram(keys: Tensor, shift: int, prefix: int) -> Tensor:
-    """Return how many keys that begin with ``prefix`` are in each bucket of the next bits."""
-    inside = keys[(keys >> (shift + _BITS)) == prefix]
-    return torch.bincount((inside >> shift) & (_BUCKETS - 1), minlength=_BUCKETS)

@@ -6,17 +6,16 @@ All ranks finish one before any begins the next:
 1. Count: each rank sends the recorded lookups to the ranks that own the ids.
 2. Select: find the hottest ids of each table, exactly, over all ranks.
 3. Hand over: ids that lost free their slots, ids that won reserve them.
-4. Admit: write the initial rows of the reserved slots and let their ids be found. This waits until
-   every batch that was translated before the hand-over has been trained: such a batch still reads
-   and writes the slots of the ids that lost.
+4. Admit: write the rows of the reserved slots, let their ids be found, and empty the nursery. This
+   waits until every batch that was translated before the hand-over has been trained: such a batch
+   still reads and writes the slots of the ids that lost.
 """
 
-import contextlib
+import math
 import time
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,24 +23,22 @@ from torch import Tensor, nn
 
 from dist_sparse import checks
 from dist_sparse.compaction.collections import initial_bounds, least_rows, stored_rows
-from dist_sparse.compaction.moving import Steppers, StoredTables
-from dist_sparse.compaction.tables import draw_rows
+from dist_sparse.compaction.moving import Steppers
+from dist_sparse.extras.following.followed import FollowedTable, protected_ids
 from dist_sparse.extras.following.selection import (
     MOST,
-    PROTECTED,
     CandidateCounts,
     LookupCounts,
-    Weight,
     admission_counts,
     exchange,
     gather_parts,
+    lookups_of,
+    ranking_keys,
     select_winners,
 )
 from dist_sparse.extras.following.slotted import (
     FollowingCollection,
-    FollowingIds,
     LookupStats,
-    SlotIndex,
 )
 from dist_sparse.groups import Group, world_group
 from dist_sparse.optimizers import Optimizers
@@ -49,130 +46,13 @@ from dist_sparse.records import SlotChange, SlotUpdate
 from dist_sparse.tables.modules import check_module, collection_of
 from dist_sparse.text import percent, short, table_lines
 
+# Optimizers that step as far with a gradient as with a multiple of it, apart from their eps:
+# FBGEMM's fused ones, and classes of torch and TorchRec.
+_SCALE_FREE = {"EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "ADAM", "PARTIAL_ROWWISE_ADAM"}
+_SCALE_FREE |= {"Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "SparseAdam", "RMSprop"}
 
-@dataclass(eq=False)
-class _Table:
-    """A following table. This rank *owns* one range of its ids: it counts their lookups.
-
-    Args:
-        name: the name of the table.
-        collection: the collection that has the table.
-        bounds: the bounds of the uniform distribution of initial weights.
-        starts: the first id that each rank owns and, last, the number of ids.
-        counts: how often each id that this rank owns was looked up.
-        protected: ids that always hold a slot, ascending, int64.
-        candidates: how many ids have a count, over all ranks.
-        totals: the :class:`LookupStats` of all ranks until the last update, int64 ``(4,)``.
-        new_ids: owned ids first looked up since the last update, int64, in any order.
-    """
-
-    name: str
-    collection: FollowingCollection
-    bounds: tuple[float, float]
-    starts: list[int]
-    counts: LookupCounts | CandidateCounts
-    protected: Tensor
-    candidates: int
-    totals: Tensor
-    new_ids: Tensor
-
-    @property
-    def ids(self) -> FollowingIds:
-        return self.collection.following_ids
-
-    @property
-    def index(self) -> SlotIndex:
-        return self.ids.slots[self.name]
-
-    @property
-    def lookup_stats(self) -> Tensor:
-        """The :class:`LookupStats` of this table on this rank, int64 ``(4,)``."""
-        return self.ids.lookup_stats[self.name]
-
-    def stored(self, steppers: Steppers) -> StoredTables:
-        """Return the shards that this rank stores of the table."""
-        return StoredTables(self.collection.inner, [self.name], steppers)
-
-    @torch.no_grad()
-    def write(self, ids: Tensor, slots: Tensor, steppers: Steppers, seed: int) -> None:
-        """Initialize the slots of new holders, in this rank's shards: weights are drawn for the id,
-        optimizer state is that of a new row. No other row is read or written.
-
-        Args:
-            ids, slots: the new holders and their slots, int64 ``(n,)``.
-        """
-        stored = self.stored(steppers)
-        states = [
-            (shards, stored.initial(self.name, key))
-            for key, shards in stored.states(self.name).items()
-        ]
-        for number, (rect, weight) in enumerate(stored.located[self.name].shards):
-            inside = (slots >= rect.row) & (slots < rect.row_end)
-            rows = slots[inside] - rect.row
-            draw_rows(weight, rect, rows, ids[inside], seed, self.name, self.bounds)
-            for shards, initial in states:
-                shards[number][rows.to(weight.device)] = initial
-
-    def owned_holders(self) -> Tensor:
-        """Return the owned ids that hold a slot, ascending, int64."""
-        ids = self.index.holders()[0].cpu()
-        return ids[(ids >= self.counts.first) & (ids < self.counts.last)]
-
-    def ranking_keys(self, ids: Tensor, holds: bool | Tensor) -> Tensor:
-        """Return the keys that rank owned ids, int64 ``(n,)``: the larger key wins.
-
-        Args:
-            holds: whether the ids hold slots.
-        """
-        # The lowest bit breaks ties in favour of holders.
-        keys = 2 * self.counts.of(ids) + holds
-        return keys.masked_fill_(torch.isin(ids, self.protected), PROTECTED)
-
-    def have_slots(self, ids: Tensor) -> Tensor:
-        """Return which ids hold slots: bool ``(n,)``, on the CPU."""
-        slots: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu()
-        return slots >= 0
-
-    def add_lookups(self, arrived: Sequence[tuple[Tensor, Tensor]], weight: int) -> None:
-        """Add lookups of owned ids.
-
-        Args:
-            arrived: from each rank, distinct ids and how often it has looked them up.
-            weight: the number that one lookup adds to a count.
-        """
-        new_ids = [self.new_ids]
-        for ids, times in arrived:
-            # Compare the ids of all ranks with the old counts first: an id that several ranks send,
-            # or that summary() has already counted, is new until the next update.
-            is_new = (self.counts.of(ids.long()) == 0) | torch.isin(ids.long(), self.new_ids)
-            is_new &= ~self.have_slots(ids)
-            self.lookup_stats.add_(torch.tensor(LookupStats(unseen=int(times[is_new].sum()))))
-            new_ids.append(ids[is_new].long())
-        self.new_ids = torch.cat(new_ids)
-        for ids, times in arrived:
-            self.counts.add(ids, times, weight)
-
-    def reset_stats(self) -> None:
-        """Begin the interval after an update."""
-        self.lookup_stats.zero_()
-        self.new_ids = self.new_ids[:0]
-
-    def count_without_slot(self) -> tuple[int, int]:
-        """Return how many owned ids have a count but no slot, and how many have no count."""
-        seen = int(self.counts.counts.count_nonzero())
-        with_slot = int(self.counts.of(self.owned_holders()).count_nonzero())
-        return seen - with_slot, self.counts.last - self.counts.first - seen
-
-    def newcomers(self, least: int) -> Tensor:
-        """Return the owned ids without a slot that may win one, ascending, int64.
-
-        Args:
-            least: the smallest count with which an unprotected id may win.
-        """
-        owned = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
-        ids: Tensor = torch.unique(torch.cat([self.counts.looked_up(least), self.protected[owned]]))
-        return ids[~self.have_slots(ids)]
-
+# Optimizers whose steps are proportional to the gradient.
+_LINEAR = {"EXACT_SGD", "SGD"}
 
 # The FollowingTables of each collection, while it exists. A second one would take a part of the
 # lookups, and move slots by them.
@@ -183,15 +63,24 @@ class FollowingTables:
     """The following tables of a sharded model, and the lookup counts that decide which ids hold
     slots.
 
-    Each id has an int32 count on the rank that owns it. A table with more than 2,147,483,645 ids
-    counts only the ids with the highest counts, then the smaller ids; any other id starts from 0
-    when it is next looked up.
+    Each id has a count of one byte on the rank that owns it: up to 15 lookups, halved every
+    ``half_life`` steps, and the updates since the last one, up to 15. Its score is lookups /
+    (1 + updates since the last one). A table with more than 2,147,483,645 ids counts only the ids
+    with the highest scores, then the smaller ids; any other id starts from 0 when it is next looked
+    up.
 
-    Every ``every`` steps the slots are given to the hottest ids. An id is admitted if it has
-    ``admit_after`` lookups, and more than another id that holds a slot. It gets initial weights,
-    drawn by seed, table and id, and new optimizer state; a slot stays where it is stored. With
-    equal counts, holders stay, then smaller ids win: slots are the same on every sharding and
-    number of ranks.
+    Every ``every`` steps the slots are given to the hottest ids. An id that was looked up since the
+    last update is admitted if it has ``admit_after`` lookups, and a higher score than another id
+    that holds a slot. It gets the weights that it has read from the nursery, or, if no gradient has
+    reached that row, initial weights, drawn by seed, table and id; and new optimizer state. A slot
+    stays where it is stored. With equal scores, holders stay, then smaller ids win: slots are the
+    same on every sharding and number of ranks.
+
+    Then the nursery is emptied: its rows become 0, with new optimizer state. They learn at
+    ``nursery_lr`` times the learning rate of the table. A fused optimizer has one learning rate, so
+    a lookup multiplies the stored row by a number, and the gradient with it: by ``nursery_lr`` if
+    the optimizer divides gradients by their size (Adagrad, Adam, RMSprop), by its square root for
+    SGD.
 
     A train pipeline translates batches ahead. Ids that lose their slots are not found from the
     update on; new holders are found once the batches in flight have been trained, so that a slot is
@@ -205,12 +94,13 @@ class FollowingTables:
         optimizer: one or all optimizers that step tables without a fused optimizer; ``()`` if there
             is none. New rows get fresh state.
         every: steps between updates.
-        admit_after: lookups that an id needs before it gets a slot; with ``decay``, in today's
-            weight.
-        decay: factor on the weight of earlier lookups at each update, in [0.01, 1].
+        admit_after: lookups that an id needs before it gets a slot, in [1, 15].
+        half_life: steps after which a lookup counts half. Counts are halved at the first update
+            after every ``half_life`` steps, rounding down.
+        nursery_lr: the learning rate of nursery rows, as a share of the table's, in (0, 1].
         protect_ids: ids of each table that hold a slot from the first update on, whatever is looked
             up.
-        candidates: ids with a count per slot, for tables with more than 2,147,483,645 ids; 12 bytes
+        candidates: ids with a count per slot, for tables with more than 2,147,483,645 ids; 9 bytes
             each, over all ranks.
         seed: the seed of initial weights.
 
@@ -240,7 +130,8 @@ class FollowingTables:
         *,
         every: int = 100,
         admit_after: int = 1,
-        decay: float = 1.0,
+        half_life: int = 80,
+        nursery_lr: float = 0.3,
         protect_ids: Mapping[str, Sequence[int] | Tensor] | None = None,
         candidates: int = 4,
         seed: int = 0,
@@ -248,11 +139,12 @@ class FollowingTables:
         self._group = world_group()
         with self._group.agreeing("FollowingTables()") as facts:
             self.every = checks.integer("every", every, least=1)
-            self.admit_after = checks.integer("admit_after", admit_after, least=1)
-            decay = checks.number("decay", decay, least=0.01, most=1)
+            # No count has more lookups.
+            self.admit_after = checks.integer("admit_after", admit_after, least=1, most=MOST)
+            self.half_life = checks.integer("half_life", half_life, least=1)
+            self.nursery_lr = float(checks.number("nursery_lr", nursery_lr, least=1e-3, most=1))
             self.seed = checks.integer("seed", seed)
             checks.integer("candidates", candidates, least=1, most=2**31)
-            self._weight = Weight(decay)
             self._steppers = Steppers(optimizer)
             check_module(model)
             modules = model.modules()
@@ -268,7 +160,7 @@ class FollowingTables:
                     continue
                 # () and [] say that nothing steps it.
                 is_frozen = optimizer is not None and not self._steppers.kinds
-                if not (is_frozen or self._steppers.steps(stored.parameters[table.name])):
+                if not (is_frozen or self._steppers.kind_of(stored.parameters[table.name])):
                     raise ValueError(
                         f"Table {table.name!r}: no fused optimizer steps it; pass optimizer= with"
                         " the one that does."
@@ -276,7 +168,8 @@ class FollowingTables:
             facts.update(
                 every=every,
                 admit_after=admit_after,
-                decay=decay,
+                half_life=half_life,
+                nursery_lr=nursery_lr,
                 seed=seed,
                 protect_ids=[table.protected.tolist() for table in self._tables],
                 **self._sizes(),
@@ -284,20 +177,59 @@ class FollowingTables:
         self.steps = 0
         self.moved = {table.name: 0 for table in self._tables}
         self.updates: list[SlotUpdate] | None = None
-        # Checksums of the holders that the last update left.
-        self._known_holders: list[int] = []
+        # The step of the last update.
+        self._updated = 0
         # The step that admits the reserved ids; -1 if no slot is reserved.
         self._admits_at = -1
         # Lookups from before, which compact() has carried over, decide on slots, and belong to no
         # interval between updates.
         with self._group.jointly("FollowingTables()"):
+            scales = self._nursery_scales()
             self._exchange_lookups()
-        for table in self._tables:
+        for table, scale in zip(self._tables, scales, strict=True):
             table.reset_stats()
+            table.index.nursery_scale = scale
+            # TorchRec has drawn the rows of a new table.
+            if not len(table.index.holders()[0]):
+                table.empty_nursery(self._steppers)
         _owner_of.update(dict.fromkeys(collections, self))
 
+    def _nursery_scales(self) -> list[float]:
+        """Return what lookups multiply the nursery rows of each table by. Collective.
+
+        Raises:
+            ValueError: the optimizer of a table with a nursery is not known to follow the scale.
+        """
+        here = {}
+        for table in self._tables:
+            stored = table.stored(self._steppers)
+            # A rank without a shard does not know the optimizer.
+            if stored.weights(table.name):
+                rule = stored.update_rules.get(table.name)
+                here[table.name] = rule or self._steppers.kind_of(stored.parameters[table.name])
+        kinds: dict[str, str] = {}
+        for of_rank in self._group.all_gather_json(here):
+            kinds |= of_rank
+        scales = []
+        for table in self._tables:
+            kind = kinds[table.name]
+            if kind in _SCALE_FREE or self.nursery_lr == 1:
+                scales.append(self.nursery_lr)
+            elif kind in _LINEAR:
+                scales.append(math.sqrt(self.nursery_lr))
+            elif not table.index.nursery:
+                scales.append(0.0)
+            else:
+                raise ValueError(
+                    f"Table {table.name!r}: nursery_lr={self.nursery_lr} can't be kept with the"
+                    f" optimizer {kind or 'none'}. Use one of"
+                    f" {sorted(_SCALE_FREE | _LINEAR)}, nursery_lr=1, or following(nursery=0)."
+                )
+        return scales
+
     def step(self) -> None:
-        """Call after each optimizer step. Collective in steps with an update, otherwise local.
+        """Call after each optimizer step. Collective in steps with an update, and in the step that
+        admits new holders if a table has a nursery; otherwise local.
 
         Raises:
             ValueError: ranks update at different steps; or an update is due while batches of the
@@ -307,7 +239,8 @@ class FollowingTables:
         """
         self.steps += 1
         if 0 <= self._admits_at <= self.steps:
-            self._admit()
+            with self._group.jointly("step()"):
+                self._admit()
         if self.steps % self.every == 0:
             with self._group.jointly("step()"):
                 self._update()
@@ -317,33 +250,30 @@ class FollowingTables:
         started = time.perf_counter()
         with self._group.agreeing("step()") as facts:
             # A load may have given ranks different holders.
-            holders = self._holders()
-            facts.update(steps=self.steps, holders=holders)
+            facts.update(steps=self.steps, holders=self._holders())
             if self._admits_at >= 0:
                 raise ValueError(
                     f"Step {self.steps} needs an update, but batches of the previous update are"
                     f" still in flight: use every >= {self._admits_at - self.steps + self.every}."
                 )
-        has_loaded = holders != self._known_holders
         # A model's state has reservations if it was saved with batches in flight. Without the state
         # of the slots no step admits them.
-        with self._group.agreeing("step()"):
+        if any(len(table.index.reserved()[0]) for table in self._tables):
             self._admit()
         # All ranks admit in the same step: that of the rank whose pipeline is furthest ahead.
         ahead = max(table.ids.ahead for table in self._tables)
         ahead = int(self._group.all_gather(torch.tensor([ahead])).max())
         self._exchange_lookups()
         self._drop_candidates()
-        changes = self._select(has_loaded)
-        divisor = self._weight.next()
+        changes = self._select()
+        halvings = self.steps // self.half_life - self._updated // self.half_life
         for table, (leaving, coming) in zip(self._tables, changes, strict=True):
             device = table.index.id_of_slot.device
             table.index.hand_over(leaving.to(device), coming.to(device))
-            table.counts.begin_interval()
+            # Nothing is left of 15 lookups after 4 halvings.
+            table.counts.pass_update(min(halvings, 4))
             self.moved[table.name] += len(coming)
-            if divisor is not None:
-                table.counts.divide(divisor)
-        self._known_holders = self._holders()
+        self._updated = self.steps
         self._admits_at = self.steps + ahead
         if not ahead:
             self._admit()
@@ -399,7 +329,7 @@ class FollowingTables:
         arrived = exchange(outgoing, self._group)
         for number, table in enumerate(self._tables):
             pairs = [(parts[2 * number], parts[2 * number + 1]) for parts in arrived]
-            table.add_lookups(pairs, self._weight.now)
+            table.add_lookups(pairs)
 
     def _drop_candidates(self) -> None:
         """Keep the counts of the hottest ids, in tables with too many ids to count each.
@@ -407,54 +337,45 @@ class FollowingTables:
         hashed = [table for table in self._tables if table.index.hashed]
         if not hashed:
             return
-        keys = [table.counts.counts.long() for table in hashed]
-        flags = select_winners([table.candidates for table in hashed], keys, self._group)
+        keys = [ranking_keys(table.counts.counts) for table in hashed]
+        ids = [cast(CandidateCounts, table.counts).ids for table in hashed]
+        flags = select_winners([table.candidates for table in hashed], keys, ids, self._group)
         for table, wins in zip(hashed, flags, strict=True):
             counts = cast(CandidateCounts, table.counts)
-            # Decay has rounded some counts to 0, the count of any id that is not listed.
-            counts.keep(wins & (counts.counts > 0))
+            # Halving has left some ids without lookups, as any id that is not listed.
+            counts.keep(wins & (lookups_of(counts.counts) > 0))
 
-    def _select(self, has_loaded: bool) -> list[tuple[Tensor, Tensor]]:
+    def _select(self) -> list[tuple[Tensor, Tensor]]:
         """Return for each table the ids that lose their slots, and the ids that win one, over all
-        ranks: ascending, int64. Collective.
-
-        Args:
-            has_loaded: whether holders were loaded since the last update.
-        """
+        ranks: ascending, int64. Collective."""
         slots, holders, keys = [], [], []
         for table in self._tables:
-            if has_loaded:
-                # Any id may be hotter than the loaded holders.
-                table.counts.compare_all()
             ids = table.owned_holders()
-            slots.append(table.index.stored)
+            slots.append(table.index.slots)
             holders.append(ids)
             keys.append(table.ranking_keys(ids, True))
         # Newcomers below this bound can't win. Leaving them out keeps the selection small.
         bounds = admission_counts(slots, keys, self._group)
-        # No count is above MOST. More would not fit the int32 of counts.
-        min_count = min(self.admit_after * self._weight.now, MOST + 1)
         contests = []
-        for table, ids, bound in zip(self._tables, holders, bounds, strict=True):
-            # select_winners() needs ascending ids; holders come first before the sort.
-            both, order = torch.cat([ids, table.newcomers(max(min_count, bound))]).sort()
-            holds = order < len(ids)
-            contests.append((both, holds, table.ranking_keys(both, holds)))
-        won = select_winners(slots, [keys for *_, keys in contests], self._group)
+        parts = zip(self._tables, holders, bounds, strict=True)
+        for number, (table, ids, bound) in enumerate(parts):
+            coming = table.newcomers(max(self.admit_after, bound))
+            keys[number] = torch.cat([keys[number], table.ranking_keys(coming, False)])
+            contests.append(torch.cat([ids, coming]))
+        won = select_winners(slots, keys, contests, self._group)
         changes = []
-        for (ids, holds, _), wins in zip(contests, won, strict=True):
-            changes += [ids[holds & ~wins], ids[wins & ~holds]]
+        for ids, both, wins in zip(holders, contests, won, strict=True):
+            count = len(ids)
+            changes += [ids[~wins[:count]].sort().values, both[count:][wins[count:]]]
         all_changes = gather_parts(changes, self._group)
         return list(zip(all_changes[::2], all_changes[1::2], strict=True))
 
     def _admit(self) -> None:
-        """Write the reserved rows, and let their ids be found. Local."""
+        """Write the reserved rows, let their ids be found, and empty the nurseries. Collective if a
+        table has a nursery."""
         self._admits_at = -1
         for table in self._tables:
-            # Lookups before now found no slot, so they are counted before the index has the ids.
-            table.ids.count_batches()
-            ids, slots = table.index.admit()
-            table.write(ids.cpu(), slots.cpu(), self._steppers, self.seed)
+            table.admit(self._steppers, self.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads
@@ -474,8 +395,8 @@ class FollowingTables:
         return {
             "step": self.steps,
             "admits_at": self._admits_at,
-            "decay": self._weight.decay,
-            "age": self._weight.age,
+            "updated": self._updated,
+            "nursery_lr": self.nursery_lr,
             "seed": self.seed,
             "tables": self._sizes(),
             "counts": {
@@ -485,20 +406,27 @@ class FollowingTables:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`; the arguments ``every``, ``admit_after`` and ``protect_ids``
-        stay. Load the model's state first. Collective.
+        """Restore :meth:`state_dict`; the arguments ``every``, ``admit_after``, ``half_life`` and
+        ``protect_ids`` stay. Load the model's state first. Collective.
 
         Raises:
-            ValueError: the state is of other tables, ``decay`` or ``seed``, or of other ranks and
-                not loaded by torch.distributed.checkpoint; a value of it or of the model's
+            ValueError: the state is of other tables, ``nursery_lr`` or ``seed``, or of other ranks
+                and not loaded by torch.distributed.checkpoint; a value of it or of the model's
                 ``id_of_slot`` is invalid. On every rank, and nothing has changed.
         """
         with self._group.agreeing("load_state_dict()") as facts:
             _require_dict("state", state_dict)
             saved_counts: Any = state_dict.get("counts")
             _require_dict("counts", saved_counts)
-            expected = {"decay": self._weight.decay, "seed": self.seed, "tables": self._sizes()}
-            rules = {}
+            expected = {
+                "nursery_lr": self.nursery_lr,
+                "seed": self.seed,
+                "tables": self._sizes(),
+            }
+            rules: dict[str, Any] = {
+                "The state has counts of 4 bytes with a decay, of an earlier version: they can't be"
+                " continued. Without them, ids are counted from 0.": "decay" in state_dict
+            }
             for key, value in expected.items():
                 saved = state_dict.get(key)
                 rules[f"The state has {key}={saved}, and here it is {value}."] = saved != value
@@ -511,18 +439,16 @@ class FollowingTables:
             admits_at = checks.integer(
                 "admits_at", state_dict.get("admits_at"), least=-1, most=last
             )
-            age = checks.integer("age", state_dict.get("age"), least=0)
-            # Counts are divided long before an old lookup weighs so little.
-            checks.refuse({f"Invalid age={age}: too old.": self._weight.decay**age < 1e-4})
+            updated = checks.integer("updated", state_dict.get("updated"), least=0, most=step)
             counts = []
             for table in self._tables:
                 # torch.distributed.checkpoint has loaded it in place, where nothing checks it.
                 table.index.refuse_invalid(table.index.id_of_slot)
                 counts.append(table.counts.part(table.name, saved_counts[table.name]))
-            facts.update(step=step, admits_at=admits_at, age=age)
+            facts.update(step=step, admits_at=admits_at, updated=updated)
         self.steps = step
         self._admits_at = admits_at
-        self._weight = Weight(self._weight.decay, age)
+        self._updated = updated
         for table, loaded in zip(self._tables, counts, strict=True):
             # Lookups that were recorded before belong to the state that is replaced.
             table.ids.drop_counts(table.name)
@@ -551,7 +477,7 @@ class FollowingTables:
         for table, row, holders, stats in zip(self._tables, sums, held, totals, strict=True):
             index = table.index
             waiting, never = row[:2].tolist()
-            cells = [index.rows, index.stored, holders, waiting, never]
+            cells = [index.rows, index.slots, holders, waiting, never]
             cells += [self.moved[table.name], stats.lookups]
             missed = (stats.missed - stats.unseen, stats.unseen)
             shares = [percent(part / max(stats.lookups, 1)) for part in missed]
@@ -563,9 +489,14 @@ class FollowingTables:
         return f"{type(self).__name__}(step {self.steps}, every {self.every}: {names})"
 
     def _sizes(self) -> dict[str, list[int]]:
-        """Return the number of ids, of slots and of ids with a count, by table."""
+        """Return the number of ids, of slots, of nursery rows and of ids with a count, by table."""
         return {
-            table.name: [table.index.rows, table.index.stored, table.candidates]
+            table.name: [
+                table.index.rows,
+                table.index.slots,
+                table.index.nursery,
+                table.candidates,
+            ]
             for table in self._tables
         }
 
@@ -575,9 +506,9 @@ def _find_tables(
     protect_ids: Mapping[str, Sequence[int] | Tensor],
     candidates: int,
     group: Group,
-) -> list[_Table]:
+) -> list[FollowedTable]:
     """Return the following tables of collections."""
-    tables: dict[str, _Table] = {}
+    tables: dict[str, FollowedTable] = {}
     for collection in collections:
         inner = collection_of(collection.inner)
         rows = stored_rows(collection.inner)
@@ -604,14 +535,14 @@ def _find_tables(
             most = index.rows
             if index.hashed:
                 counts = CandidateCounts
-                most = candidates * index.stored
-            tables[name] = _Table(
+                most = candidates * index.slots
+            tables[name] = FollowedTable(
                 name=name,
                 collection=collection,
                 bounds=initial_bounds(collection, name),
                 starts=starts,
                 counts=counts(starts[group.rank], starts[group.rank + 1]),
-                protected=_protected_ids(index, protect_ids.get(name, ())),
+                protected=protected_ids(index, protect_ids.get(name, ())),
                 candidates=most,
                 totals=torch.tensor(LookupStats()),
                 new_ids=torch.zeros(0, dtype=torch.int64),
@@ -624,31 +555,6 @@ def _find_tables(
         }
     )
     return list(tables.values())
-
-
-def _protected_ids(index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
-    """Return protected ids: distinct, ascending, int64.
-
-    Raises:
-        ValueError: an id is not in the table, or there are more ids than slots.
-    """
-    # torch raises one of these for None, a set, text or uneven lists.
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        if not len(ids):
-            return torch.zeros(0, dtype=torch.int64)
-        given = torch.as_tensor(ids)
-        # A TypeError for float and bool: float32 would take 16,777,217 for 16,777,216.
-        torch.iinfo(given.dtype)
-        distinct = torch.unique(given)
-        # A narrow dtype can't hold the bound.
-        wide: Tensor = distinct.long()
-        fits = (wide >= 0) & (wide < index.rows) & (wide == distinct)
-        if fits.all() and len(wide) <= index.stored:
-            return wide
-    raise ValueError(
-        f"Invalid protect_ids of table {index.table!r}: must be at most {index.stored} distinct ids"
-        f" (one slot each) in [0, {index.rows})."
-    )
 
 
 def _require_dict(name: str, value: object) -> None:

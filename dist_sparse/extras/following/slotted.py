@@ -25,205 +25,14 @@ from dist_sparse.compaction.collections import (
     stored_rows,
 )
 from dist_sparse.compaction.replacing import Change
-from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex
+from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.extras.following.slot_index import MOST_COUNTED, SlotIndex
 from dist_sparse.masking.masks import Held
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import check_module, collection_of
 from dist_sparse.tables.protocols import Collection
 from dist_sparse.torchrec.collections import KeyedJaggedTensor, collection, configs_of
 from dist_sparse.torchrec.port import compact_refusal
-
-# The id that holds each slot
-
-# Marks a slot that no id holds, and that is reserved for none.
-VACANT = -1
-
-# Tables of at most this many ids count each id. The reservation of the largest id, -2 - id, is then
-# the smallest int32.
-MOST_COUNTED = 2**31 - 3
-
-# The bound keeps all sums and differences of ids within int64.
-MOST_IDS = 2**62
-
-# 2**64 / golden ratio, as a signed int64: Fibonacci hashing (Knuth, The Art of Computer
-# Programming, volume 3, section 6.4). The high bits of the product are the bucket.
-_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
-
-
-class _Buckets(NamedTuple):
-    """A hash table of the held slots, keyed by the ids that hold them.
-
-    It stores no ids: ``SlotIndex.id_of_slot`` has them. Every rank has the whole table, so 4 bytes
-    a slot here are 4 bytes a slot and rank.
-
-    Args:
-        state, version: the ``id_of_slot`` that it was built from, and its version then.
-        starts: the first place of each bucket in ``slots``, int32 ``(2**bits,)``.
-        slots: bucket after bucket, int32, padded with ``longest`` zeros so that a lookup may read
-            ``longest`` places from any start.
-        longest: slots in the fullest bucket, at least 1.
-    """
-
-    state: Tensor
-    version: int
-    starts: Tensor
-    slots: Tensor
-    longest: int
-
-
-class SlotIndex(nn.Module):
-    """The slot that each id of one table holds.
-
-    Args:
-        rows: number of ids; they begin at 0.
-        slots: number of rows that the table stores.
-        ids: the holders of the first slots, int64.
-
-    Attributes:
-        id_of_slot: int32 ``(slots,)``, or int64 above :data:`MOST_COUNTED` ids, the whole state: an
-            id, :data:`VACANT`, or ``-2 - id`` where a slot is reserved. It may be overwritten in
-            place or replaced: lookups rebuild their hash table.
-        table: its name, for messages; :class:`FollowingIds` sets it.
-        rows, stored: number of ids; number of slots.
-        hashed: whether the table has too many ids to count each.
-
-    Example::
-
-        >>> import torch
-        >>> from dist_sparse.extras.following.slotted import SlotIndex
-        >>> index = SlotIndex(rows=10, slots=3, ids=torch.tensor([2, 5, 9]))
-        >>> index.hand_over(leaving=torch.tensor([5]), coming=torch.tensor([0]))
-        >>> index(torch.tensor([0, 2, 5, 9, 10]))  # 0 comes, 5 has left, 10 is out of range
-        tensor([-1,  0, -1,  2, -2], dtype=torch.int32)
-        >>> index.admit()
-        (tensor([0]), tensor([1]))
-        >>> index(torch.tensor([0, 2, 5, 9]))
-        tensor([ 1,  0, -1,  2], dtype=torch.int32)
-    """
-
-    id_of_slot: Tensor
-
-    def __init__(self, rows: int, slots: int, ids: Tensor | Sequence[int] = ()) -> None:
-        super().__init__()
-        self.table = ""
-        self.rows = checks.integer("num_embeddings", rows, least=1, most=MOST_IDS)
-        self.stored = slots
-        self.hashed = rows > MOST_COUNTED
-        dtype = torch.int64 if self.hashed else torch.int32
-        state = torch.full((slots,), VACANT, dtype=dtype)
-        state[: len(ids)] = torch.as_tensor(ids)
-        self.register_buffer("id_of_slot", state)
-        # If all slots are held, a bucket has between half a slot and one on average.
-        self._bits = max(1, (slots - 1).bit_length())
-        self._buckets: _Buckets | None = None
-
-    def refuse_invalid(self, state: Tensor) -> None:
-        """Raise ValueError if a tensor can't be :attr:`id_of_slot`: it is damaged, or of another
-        table."""
-        taken = state[state != VACANT]
-        # Reserved ids too: see admit().
-        ids = torch.where(taken < 0, -2 - taken, taken)
-        own = self.id_of_slot
-        fits = (state.dtype, state.shape) == (own.dtype, own.shape)
-        if not fits or (ids >= self.rows).any() or len(torch.unique(ids)) < len(ids):
-            raise ValueError(
-                f"Invalid id_of_slot of table {self.table!r}: must be distinct ids in"
-                f" [0, {self.rows}), {own.dtype} {tuple(own.shape)}."
-            )
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        # If the key is missing, torch raises.
-        self.refuse_invalid(state_dict.get(f"{prefix}id_of_slot", self.id_of_slot))
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The version of a copied tensor starts at 0 again, so stale buckets could pass as current.
-        return {**self.__dict__, "_buckets": None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state and of the hash table, on this rank."""
-        buckets = self._current_buckets()
-        return self.id_of_slot.nbytes + buckets.starts.nbytes + buckets.slots.nbytes
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the slots of ids, int32 in the shape of ``ids``:
-        :data:`~dist_sparse.compaction.row_index.REMOVED` for an id without a slot,
-        :data:`~dist_sparse.compaction.row_index.UNKNOWN` for an id outside ``[0, rows)``.
-
-        ``ids`` (int32 or int64, any shape) is not changed.
-        """
-        state, _, starts, slots, longest = self._current_buckets()
-        flat = ids.reshape(-1).long()
-        # Clamp before the cast: an id out of range, cut to int32, could equal another id.
-        inside = flat.clamp(0, self.rows - 1)
-        wanted = inside.to(state.dtype)
-        place = starts.index_select(0, self._bucket(inside))
-        found = slots.index_select(0, place)
-        # Every lookup compares as many places as the fullest bucket has. Reading into the next
-        # bucket or the padding is harmless: a slot counts only if this id holds it, and an id holds
-        # at most one.
-        for _ in range(1, longest):
-            place = place + 1
-            slot = slots.index_select(0, place)
-            found = torch.where(state.index_select(0, slot) == wanted, slot, found)
-        found = torch.where(state.index_select(0, found) == wanted, found, REMOVED)
-        return torch.where(inside == flat, found, UNKNOWN).view(ids.shape)
-
-    def holders(self) -> tuple[Tensor, Tensor]:
-        """Return the ids that hold a slot, ascending, int64 ``(n,)``, and their slots, int64."""
-        [slots] = (self.id_of_slot >= 0).nonzero(as_tuple=True)
-        ids, order = self.id_of_slot[slots].long().sort()
-        return ids, slots[order]
-
-    def hand_over(self, leaving: Tensor, coming: Tensor) -> None:
-        """Free the slots of the ids ``leaving``, and reserve slots for the ids ``coming``: the
-        smallest free slot for the smallest id, and so on. Both are int64 ``(n,)``, ascending.
-
-        A reserved slot belongs to no id yet: lookups of ``coming`` find none before
-        :meth:`admit`."""
-        state, buckets = self.id_of_slot, self._current_buckets()
-        state[self(leaving).long()] = VACANT
-        [free] = (state == VACANT).nonzero(as_tuple=True)
-        state[free[: len(coming)]] = (-2 - coming).to(state.dtype)
-        # The hash table stays valid: a lookup compares the holder, and these slots have none.
-        self._buckets = buckets._replace(version=state._version)
-
-    def admit(self) -> tuple[Tensor, Tensor]:
-        """Turn reservations into holders; return the new holders and their slots, both int64
-        ``(n,)``."""
-        [slots] = (self.id_of_slot < VACANT).nonzero(as_tuple=True)
-        # A reservation is -2 - id, which is its own inverse.
-        ids = -2 - self.id_of_slot[slots]
-        if len(slots):
-            self.id_of_slot[slots] = ids
-            # Now, in step(): otherwise the next forward would build it.
-            self._current_buckets()
-        return ids.long(), slots
-
-    def _bucket(self, ids: Tensor) -> Tensor:
-        """Return the bucket of ids, int64."""
-        # Right shifts of int64 copy the sign: the mask removes it.
-        last = (1 << self._bits) - 1
-        return (ids * _MULTIPLIER).bitwise_right_shift_(64 - self._bits).bitwise_and_(last)
-
-    def _current_buckets(self) -> _Buckets:
-        """Return the hash table of the current state, rebuilt if the state has changed."""
-        state = self.id_of_slot
-        buckets = self._buckets
-        # A load writes into the tensor, and moving the module replaces it.
-        if not buckets or buckets.state is not state or buckets.version != state._version:
-            [slots] = (state >= 0).nonzero(as_tuple=True)
-            bucket = self._bucket(state[slots].long())
-            sizes = torch.bincount(bucket, minlength=1 << self._bits)
-            longest = max(1, int(sizes.max()))
-            starts = (sizes.cumsum(0) - sizes).int()
-            slots = nn.functional.pad(slots[bucket.int().argsort()], (0, longest)).int()
-            self._buckets = buckets = _Buckets(state, state._version, starts, slots, longest)
-        return buckets
-
-
-# Collections
 
 # Copied ids are counted once there are this many: 32 MiB of int64.
 _MOST_COPIED = 1 << 22
@@ -274,9 +83,9 @@ class FollowingIds(CompactIds):
         self._num_copied = 0
         # Distinct ids of earlier batches, and how often each was looked up.
         self._counted: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in indexes}
-        # Maps a batch to flags: which of its ids had a slot when it was translated. Keys are weak,
-        # because a batch that a pipeline drops is never looked up.
-        self._kept: Any = WeakIdKeyDictionary()
+        # Maps a batch to what its ids read when it was translated, as read() returns it. Keys are
+        # weak, because a batch that a pipeline drops is never looked up.
+        self._read: Any = WeakIdKeyDictionary()
 
     @property
     def ahead(self) -> int:
@@ -302,11 +111,47 @@ class FollowingIds(CompactIds):
         if self._num_copied > _MOST_COPIED:
             self.count_batches()
 
-    def kept(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return which ids of a batch had a slot when it was translated: bool ``(n,)``, in the
-        order of :meth:`ordered`."""
-        flags: Tensor | None = self._kept.get(features)
-        return super().kept(features) if flags is None else flags
+    def read(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor | None]:
+        """Return which ids of a batch had a row when it was translated: bool ``(n,)``, in the order
+        of :meth:`ordered`; and what their rows are multiplied by: float32 ``(n,)``, or None."""
+        found: tuple[Tensor, Tensor | None] | None = self._read.get(features)
+        if found is None:
+            ordered = self.ordered(features)
+            rows = self.rows(ordered)
+            found = rows >= 0, self._scales(ordered, rows)
+        return found
+
+    def weights(self, ordered: KeyedJaggedTensor, rows: Tensor) -> Tensor | None:
+        """Return the weight of each id: float32 ``(n,)``, or None. Of a nursery row, a bag reads a
+        multiple."""
+        weights = super().weights(ordered, rows)
+        # Sequences are multiplied as they are returned.
+        scales = self._scales(ordered, rows) if self.collection[0].pooled else None
+        if weights is None or scales is None:
+            return scales if weights is None else weights
+        return weights.float() * scales
+
+    def _scales(self, ordered: KeyedJaggedTensor, rows: Tensor) -> Tensor | None:
+        """Return what the row of each id is multiplied by: float32 ``(n,)``; None if all are 1."""
+        indexes = self.slots
+        if all(index.nursery_scale in (0, 1) for index in indexes.values()):
+            return None
+        slots, scales = [], []
+        for table in self.feature_tables:
+            index = indexes.get(table)
+            # A table that keeps all rows has none above.
+            slots.append(2**31 - 1 if index is None else index.slots)
+            scales.append(1.0 if index is None else index.nursery_scale)
+
+        def of_ids(values: list[Any]) -> Any:
+            # Most collections have one value.
+            if len(set(values)) == 1:
+                return values[0]
+            each = torch.tensor(values, device=rows.device)
+            lengths = torch.tensor(ordered.length_per_key(), device=rows.device)
+            return torch.repeat_interleave(each, lengths, output_size=len(rows))
+
+        return torch.where(rows >= of_ids(slots), of_ids(scales), 1.0)
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return a bitmap of the ids that hold slots, by table. :meth:`_Following.table_slots` has
@@ -348,7 +193,7 @@ class FollowingIds(CompactIds):
 
         Args:
             first: the first id that they count.
-            lookups: of ids in their order, ``(n,)``; decayed ones are rounded.
+            lookups: of ids in their order, ``(n,)``; fractions are rounded.
         """
         # Only what is looked up becomes int64: a table may have 100M ids.
         [places] = (lookups > 0.5).nonzero(as_tuple=True)
@@ -368,6 +213,8 @@ class FollowingIds(CompactIds):
         self.count_batches()
         counted = self._counted[table]
         self._counted[table] = []
+        if len(counted) == 1:
+            return counted[0]
         # torch.cat refuses an empty list.
         none = torch.empty(0, dtype=self.slots[table].id_of_slot.dtype)
         some, times = zip((none, none.long()), *counted, strict=True)
@@ -380,7 +227,7 @@ class FollowingIds(CompactIds):
         index = self.slots[table]
         inside = ids[(ids >= 0) & (ids < index.rows)].to(index.id_of_slot.dtype)
         distinct, times = torch.unique(inside, return_counts=True)
-        missed = int(times[index(distinct) < 0].sum())
+        missed = int(times[index.slots_of(distinct) < 0].sum())
         stats = LookupStats(len(ids), missed, out_of_range=len(ids) - len(inside))
         self.lookup_stats[table] += torch.tensor(stats)
         return distinct.cpu(), times.cpu()
@@ -393,11 +240,11 @@ class FollowingIds(CompactIds):
         return slots
 
     def record_batch(
-        self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
+        self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, rows: Tensor
     ) -> None:
         if not self.collection[0].pooled:
             # An update may change the index before the output of this batch is assembled.
-            self._kept[features] = kept
+            self._read[features] = rows >= 0, self._scales(ordered, rows)
         if torch.is_grad_enabled() and self.collection[0].training:
             # Copy the ids: the training loop may reuse its buffers.
             ids = ordered.values().clone()
@@ -432,7 +279,7 @@ class _Following(IndexedCollection):
 
 class FollowingEmbeddingBagCollection(_Following, CompactEmbeddingBagCollection):
     """An EmbeddingBagCollection whose tables store slots. The most looked-up ids hold them; other
-    ids read zeros and train nothing. :func:`following` returns it;
+    ids share nursery rows. :func:`following` returns it;
     :class:`~dist_sparse.extras.following.FollowingTables` updates which ids hold slots."""
 
 
@@ -444,12 +291,13 @@ class FollowingEmbeddingCollection(_Following, CompactEmbeddingCollection):
 FollowingCollection = FollowingEmbeddingBagCollection | FollowingEmbeddingCollection
 
 
-def following(module: nn.Module, rows: Mapping[str, int]) -> Any:
+def following(module: nn.Module, rows: Mapping[str, int], nursery: float = 0.1) -> Any:
     """Return a collection whose tables store fewer rows than they have ids, and follow their
     traffic. No table ever exists whole.
 
-    A row of such a table is a slot, which one id holds. Ids without a slot read zeros, train
-    nothing, and are counted. :class:`~dist_sparse.extras.following.FollowingTables`, built from the
+    A row of such a table is a slot, which one id holds; the last rows are its *nursery*. Each id
+    without a slot reads and trains a nursery row, which a hash chooses, and is counted.
+    :class:`~dist_sparse.extras.following.FollowingTables`, built from the
     sharded model, gives the slots to the most looked-up ids at regular intervals; at first no id
     holds one.
     :func:`follow_kept_rows` makes such collections of tables that are already trained.
@@ -459,6 +307,8 @@ def following(module: nn.Module, rows: Mapping[str, int]) -> Any:
             ``num_embeddings`` counts ids, before DistributedModelParallel.
         rows: how many rows to store of each table. Tables that are not listed keep a row for each
             id.
+        nursery: the share of these rows that is the nursery, in [0, 1): rounded, at least one row.
+            With 0, ids without a slot read zeros and train nothing.
 
     Returns:
         A module that replaces the collection and takes the same ids; its ``inner`` is TorchRec's
@@ -502,10 +352,16 @@ def following(module: nn.Module, rows: Mapping[str, int]) -> Any:
     ids = {config.name: config.num_embeddings for config in configs}
     if not (isinstance(rows, Mapping) and set() < rows.keys() <= ids.keys()):
         raise ValueError(f"Invalid rows={rows!r}: the collection has the tables {sorted(ids)}.")
+    nursery = checks.number("nursery", nursery, least=0, most=1)
     indexes = {}
     for name, count in rows.items():
         count = checks.integer("rows", count, least=1, most=ids[name], of=name)
-        indexes[name] = SlotIndex(ids[name], count)
+        shared = max(1, round(nursery * count)) if nursery else 0
+        if shared >= count:
+            raise ValueError(
+                f"Table {name!r}: nursery={nursery} of rows={count} leaves no row for one id."
+            )
+        indexes[name] = SlotIndex(ids[name], count - shared, nursery=shared)
     return _build(configs, indexes, found)
 
 

@@ -35,12 +35,18 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dist_sparse.extras.following import following
 from tests.dist.harness import LOCAL
 
-__all__ = ["IDS", "SLOTS", "Net", "batch", "build", "kinds"]
+__all__ = ["IDS", "OWN", "SHARE", "SLOTS", "Net", "batch", "build", "kinds"]
 
 IDS: Final = {"item": 50, "user": 33, "word": 10}
 """Ids of each table; `word` keeps a row for each."""
 
 SLOTS: Final = {"item": 10, "user": 7}
+SHARE: Final = 0.3
+"""Of these rows in a nursery, where a test has one: 3 of 10, and 2 of 7."""
+
+OWN: Final = {"item": 7, "user": 5}
+"""Rows of single ids beside that nursery."""
+
 DIM: Final = 8
 FEATURES: Final = {"item": ("item_id", "last_id"), "user": ("user_id",), "word": ("query",)}
 
@@ -48,7 +54,7 @@ FEATURES: Final = {"item": ("item_id", "last_id"), "user": ("user_id",), "word":
 class Net(nn.Module):
     """Bags or sequences, and the sum of all that they give."""
 
-    def __init__(self, bags: bool, mean: bool, dim: int, spread: int) -> None:
+    def __init__(self, bags: bool, mean: bool, dim: int, spread: int, nursery: float) -> None:
         super().__init__()
         meta = torch.device("meta")
         common = [
@@ -67,7 +73,7 @@ class Net(nn.Module):
             whole = EmbeddingBagCollection(configs, device=meta)
         else:
             whole = EmbeddingCollection([EmbeddingConfig(**each) for each in common], device=meta)
-        self.tables = following(whole, SLOTS)
+        self.tables = following(whole, SLOTS, nursery)
         self.factor = nn.Parameter(torch.ones(1))
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
@@ -108,18 +114,25 @@ class Built:
 
 
 def build(
-    world: int, kind: str, *, bags: bool = True, mean: bool = False, spread: int = 1
+    world: int,
+    kind: str,
+    *,
+    bags: bool = True,
+    mean: bool = False,
+    spread: int = 1,
+    nursery: float = 0,
+    optimizer: Any = RowWiseAdagrad,
 ) -> Built:
     """Shard a model over all ranks; following tables have so many times the ids. Collective."""
     torch.manual_seed(0)
     # TorchRec cuts a grid into shards of at least 128 columns.
     dim = 256 if kind == "grid" else DIM
-    net = Net(bags, mean, dim, spread)
+    net = Net(bags, mean, dim, spread, nursery)
     inner: Any = net.tables.inner
     tables = inner.embedding_bags if bags else inner.embeddings
     if kind != "data_parallel":
         apply_optimizer_in_backward(
-            RowWiseAdagrad, [table.weight for table in tables.values()], {"lr": 0.1}
+            optimizer, [table.weight for table in tables.values()], {"lr": 0.1}
         )
     sharder: Any = EmbeddingBagCollectionSharder() if bags else EmbeddingCollectionSharder()
     plan = construct_module_sharding_plan(

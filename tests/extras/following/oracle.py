@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from dist_sparse.compaction.tables import initial_rows
 
 __all__ = ["Oracle"]
 
-MOST = 1 << 30
+MOST = 15
 
 
 class Oracle:
@@ -31,23 +32,24 @@ class Oracle:
         *,
         every: int,
         admit_after: int = 1,
-        decay: float = 1.0,
+        half_life: int = 80,
         protected: Sequence[int] = (),
         ahead: int = 0,
         candidates: int | None = None,
     ) -> None:
         self.rows, self.slots, self.every = rows, slots, every
-        self.admit_after, self.decay, self.protected = admit_after, decay, set(protected)
-        self.ahead, self.steps, self.age, self.moved = ahead, 0, 0, 0
+        self.admit_after, self.half_life, self.protected = admit_after, half_life, set(protected)
+        self.ahead, self.steps, self.moved = ahead, 0, 0
         self.candidates = candidates
         self.counts: defaultdict[int, int] = defaultdict(int)
+        # Updates since the last lookup.
+        self.ages: defaultdict[int, int] = defaultdict(int)
         self.id_of_slot = [-1] * slots
         self.written: list[tuple[int, int]] = []
         self.admits_at: int | None = None
 
-    @property
-    def weight(self) -> int:
-        return 1 if self.decay == 1 else round(16 * self.decay**-self.age)
+    def score(self, number: int) -> Fraction:
+        return Fraction(self.counts[number], self.ages[number] + 1)
 
     def slot(self, number: int) -> int:
         return self.id_of_slot.index(number) if number in self.id_of_slot else -1
@@ -55,7 +57,8 @@ class Oracle:
     def look_up(self, ids: Sequence[int]) -> list[int]:
         """Count ids as they are looked up; return their slots."""
         for number in ids:
-            self.counts[number] = min(MOST, self.counts[number] + self.weight)
+            self.counts[number] = min(MOST, self.counts[number] + 1)
+            self.ages[number] = 0
         return [self.slot(number) for number in ids]
 
     def step(self) -> None:
@@ -65,20 +68,21 @@ class Oracle:
             self.admit()
         if self.steps % self.every:
             return
-        hottest = sorted(self.counts.items(), key=lambda each: (-each[1], each[0]))
-        self.counts = defaultdict(int, hottest[: self.candidates])
+        hottest = sorted(self.counts, key=lambda number: (-self.score(number), number))
+        kept = [number for number in hottest if self.counts[number]][: self.candidates]
+        self.counts = defaultdict(int, {number: self.counts[number] for number in kept})
         holders = {number for number in self.id_of_slot if number >= 0}
         able = [
             number
             for number in sorted({*self.counts, *holders, *self.protected})
             if number in holders
             or number in self.protected
-            or self.counts[number] >= self.admit_after * self.weight
+            or (self.counts[number] >= self.admit_after and self.ages[number] == 0)
         ]
         able.sort(
             key=lambda number: (
                 number not in self.protected,
-                -self.counts[number] if number not in self.protected else 0,
+                -self.score(number) if number not in self.protected else 0,
                 number not in holders if number not in self.protected else 0,
                 number,
             )
@@ -92,12 +96,12 @@ class Oracle:
         for slot, number in zip(free, coming, strict=False):
             self.id_of_slot[slot] = -2 - number
         self.moved += len(coming)
-        if self.decay < 1 and self.weight >= 256:
-            for number, count in self.counts.items():
-                self.counts[number] = count * 16 // self.weight
-            self.age = 1
-        else:
-            self.age += 1
+        for number in self.counts:
+            self.ages[number] = min(MOST, self.ages[number] + 1)
+        for step in range(self.steps - self.every + 1, self.steps + 1):
+            if step % self.half_life == 0:
+                for number in self.counts:
+                    self.counts[number] //= 2
         self.admits_at = self.steps + self.ahead
         if not self.ahead:
             self.admit()
@@ -119,3 +123,11 @@ def initial(table: str, number: int, dim: int, rows: int, seed: int = 0) -> Tens
 def holders(state: Mapping[str, Tensor], table: str) -> list[int]:
     """Who holds each slot, from a model's state."""
     return next(value for key, value in state.items() if f"indexes.{table}.id_of" in key).tolist()
+
+
+def nursery_row(number: int, rows: int) -> int:
+    """Which of the nursery's rows an id without a slot shares."""
+    bits = 2**64 - 1
+    mixed = number * 0x9E3779B97F4A7C15 & bits
+    mixed = (mixed ^ mixed >> 32) * 0xFF51AFD7ED558CCD & bits
+    return (mixed >> 33) * rows >> 31

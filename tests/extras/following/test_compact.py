@@ -103,7 +103,9 @@ def test_lookups_are_carried_over(world: int, name: str, decay: float) -> None:
         for held in table.leftmost:
             lookups[held.mask.rect.row : held.mask.rect.row_end] = held.counts.double()
         dist.all_reduce(lookups)
-        expected[key.removesuffix(".weight").rpartition(".")[2]] = lookups.round().int()
+        expected[key.removesuffix(".weight").rpartition(".")[2]] = (
+            lookups.round().clamp(max=15).byte()
+        )
     assert any(bool((lookups > 1).any()) for lookups in expected.values())
     model = compact(model, sparse, convert=follow_kept_rows)
     slots = FollowingTables(model, (), every=1)

@@ -14,8 +14,9 @@ from torchrec.distributed.types import LazyAwaitable
 
 from dist_sparse import export, load_served
 from dist_sparse.extras.following import FollowingTables
+from tests.dist.cells import gathered
 from tests.dist.plugin import on_ranks
-from tests.extras.following.models import FEATURES, IDS, SLOTS, batch, build, kinds
+from tests.extras.following.models import FEATURES, IDS, OWN, SHARE, batch, build, kinds
 from tests.extras.following.test_sharded import HOW
 from tests.extras.following.test_training import train
 
@@ -37,11 +38,18 @@ def every_id() -> KeyedJaggedTensor:
 
 
 def check_served(served: Any, model: Any) -> None:
-    """Every id reads what the model's forward gives, bit for bit: without a slot 0."""
+    """Every id reads what the model's forward gives, bit for bit: without a slot 0, whatever the
+    nursery has."""
     model.eval()
+    indexes = model.module.tables.following_ids.slots.values()
+    scales = [index.nursery_scale for index in indexes]
     with torch.no_grad():
+        for index in indexes:
+            index.nursery_scale = 0.0
         expected = by_key(model.module.tables(every_id()))
-    for table, slots in SLOTS.items():
+    for index, scale in zip(indexes, scales, strict=True):
+        index.nursery_scale = scale
+    for table, slots in OWN.items():
         for key in FEATURES[table]:
             assert 0 < int(expected[key].any(1).sum()) <= slots
     if served is not None:
@@ -62,16 +70,17 @@ def by_key(found: Any) -> dict[str, Tensor]:
 @on_ranks()
 @pytest.mark.parametrize(("world", "kind", "bags"), EVERY)
 def test_artifact_and_delta(world: int, kind: str, bags: bool, tmp_path: Path) -> None:
-    built = build(world, kind, bags=bags)
+    built = build(world, kind, bags=bags, nursery=SHARE)
     slots = FollowingTables(built.model, built.optimizer, **HOW)
-    train(built, slots, range(6), world)
+    train(built, slots, range(7), world)
     base = export(built.model, None, tmp_path / "base")
     table = base.manifest.tables["item"]
-    assert (table.rows, table.kept) == (IDS["item"], SLOTS["item"])
+    assert (table.rows, table.kept) == (IDS["item"], OWN["item"])
     served = load_served(tmp_path / "base") if dist.get_rank() == 0 else None
+    assert gathered(built.model)["item"][OWN["item"] :].any(), "the nursery has rows"
     check_served(served, built.model)
     # With a batch in flight: slots that are reserved are no one's yet.
-    train(built, slots, range(6, 8), world)
+    train(built, slots, range(7, 8), world)
     built.optimizer.zero_grad()
     loss, _ = built.model(batch(8, world))
     loss.backward()
@@ -83,11 +92,11 @@ def test_artifact_and_delta(world: int, kind: str, bags: bool, tmp_path: Path) -
     assert delta.delta is not None
     assert delta.delta.tables["item"].gone > 0
     assert delta.manifest.to_text() == whole.manifest.to_text()
-    assert whole.manifest.tables["item"].kept < SLOTS["item"]
+    assert whole.manifest.tables["item"].kept < OWN["item"]
     if served is not None:
         served.apply_delta(tmp_path / "delta")
     check_served(served, built.model)
-    slots.step()
+    train(built, slots, range(9, 10), world)
     export(built.model, None, tmp_path / "next", since=delta)
     if served is not None:
         served.apply_delta(tmp_path / "next")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,14 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from dist_sparse.extras.following import FollowingTables, following
-from dist_sparse.extras.following.selection import MOST, LookupCounts, Weight, select_winners
-from dist_sparse.extras.following.slotted import SlotIndex
+from dist_sparse.extras.following.selection import (
+    PROTECTED,
+    CandidateCounts,
+    LookupCounts,
+    ranking_keys,
+    select_winners,
+)
+from dist_sparse.extras.following.slot_index import SlotIndex
 from dist_sparse.groups import group_over
 
 
@@ -74,16 +81,16 @@ def test_index_of_hashed_ids() -> None:
 
 
 def test_bytes_an_id() -> None:
-    """4 for the count, which one rank has, and the index, which every rank has: below 4.5 on four
+    """1 for the count, which one rank has, and the index, which every rank has: below 1.5 on four
     ranks where the table stores a hundredth of its rows."""
     rows, slots = 100_000_000, 1_000_000
     holders = torch.arange(slots) * (rows // slots)
     index = SlotIndex(rows, slots, holders)
-    assert 4 + 4 * index.nbytes / rows < 4.5
+    assert 1 + 4 * index.nbytes / rows < 1.5
     index.hand_over(holders[::2], holders[::2] + 1)
     index.admit()
-    assert 4 + 4 * index.nbytes / rows < 4.5
-    assert LookupCounts(0, 100).counts.nbytes == 4 * 100
+    assert 1 + 4 * index.nbytes / rows < 1.5
+    assert LookupCounts(0, 100).counts.nbytes == 100
     # The worst number of slots for the hash table: one more than a power of two.
     most = SlotIndex(rows, 2**16 + 1, torch.arange(2**16 + 1)).nbytes
     assert most <= 16 * (2**16 + 1) + 1000
@@ -113,36 +120,68 @@ def test_selection_is_a_sort() -> None:
         contests, expected = [], []
         for _ in range(choose.randint(1, 3)):
             size, slots = choose.randint(0, 20), choose.randint(1, 12)
-            ids = sorted(choose.sample(range(100), size))
-            keys = [choose.choice([0, 1, 2, 7, 2**20, 2**31 + 1, 2**31 + 2]) for _ in ids]
+            ids = choose.sample(range(100), size)
+            keys = [choose.choice([0, 1, 2, 7, 200, 303, 304]) for _ in ids]
             order = sorted(range(size), key=lambda at: (-keys[at], ids[at]))[:slots]
-            contests.append((slots, torch.tensor(keys, dtype=torch.int64)))
+            both = torch.tensor([keys, ids], dtype=torch.int64)
+            contests.append((slots, *both))
             expected.append([at in order for at in range(size)])
         assert [
             each.tolist() for each in select_winners(*zip(*contests, strict=True), group_over(None))
         ] == expected
 
 
-def test_counts_stop_and_divide() -> None:
-    owned = LookupCounts(5, 9)
-    owned.add(torch.tensor([5, 8]), torch.tensor([2**40, 3]), weight=256)
-    assert owned.counts.tolist() == [MOST, 0, 0, 768]
-    assert owned.looked_up(1).tolist() == [5, 8]
-    owned.begin_interval()
-    assert owned.looked_up(0).tolist() == []
-    owned.divide(256)
-    assert owned.of(torch.tensor([5, 8])).tolist() == [MOST // 16, 48]
+def test_counts_are_four_bits_of_lookups_and_four_of_age() -> None:
+    owned, candidates = LookupCounts(5, 5 + 256), CandidateCounts(5, 5 + 256)
+    every = torch.arange(256)
+    for halvings in range(5):
+        owned.load(every.to(torch.uint8))
+        candidates.load(every.to(torch.uint8), every + 5)
+        expected = [
+            min(15, count // 16 + 1) * 16 + (count % 16 >> halvings) for count in range(256)
+        ]
+        for counts in (owned, candidates):
+            counts.pass_update(halvings)
+            assert counts.of(every + 5).tolist() == expected
+            assert counts.num_seen() == sum(count % 16 > 0 for count in expected)
+            assert counts.looked_up(1).tolist() == []
 
 
-def test_weight_of_lookups_is_the_decay() -> None:
-    weight, total, exact = Weight(0.8), 0.0, 0.0
-    for _ in range(40):
-        total += weight.now
-        divisor = weight.next()
-        total = total if divisor is None else total * 16 // divisor
-        exact = (exact + 1) * 0.8
-    # In lookups of the time that begins.
-    assert total / weight.now == pytest.approx(exact, rel=0.02)
+def test_lookups_saturate() -> None:
+    for owned in (LookupCounts(5, 20), CandidateCounts(5, 20)):
+        owned.add(torch.tensor([5, 8]), torch.tensor([2**40, 3]))
+        owned.add(torch.tensor([8, 19]), torch.tensor([2, 1]))
+        assert owned.of(torch.tensor([5, 8, 9, 19])).tolist() == [15, 5, 0, 1]
+        assert owned.looked_up(1).tolist() == [5, 8, 19]
+        owned.pass_update(1)
+        owned.add(torch.tensor([8]), torch.tensor([1]))
+        assert owned.of(torch.tensor([5, 8, 19])).tolist() == [16 + 7, 3, 16]
+        assert owned.looked_up(1).tolist() == [8]
+        assert owned.num_seen() == 2
+
+
+def test_a_load_knows_what_was_looked_up() -> None:
+    """A pass over all counts finds what the run before it had listed, over many parts."""
+    owned = LookupCounts(0, 3 * 2**19 + 5)
+    ids = torch.tensor([0, 2**19 - 1, 2**19, 3 * 2**19 + 4])
+    owned.add(ids, torch.tensor([1, 2, 3, 4]))
+    owned.pass_update(0)
+    owned.add(ids[1:], torch.tensor([1, 1, 1]))
+    other = LookupCounts(0, owned.last)
+    other.load(owned.counts)
+    for least in range(1, 7):
+        assert torch.equal(other.looked_up(least), owned.looked_up(least))
+
+
+def test_keys_order_counts_as_fractions_do() -> None:
+    every = range(256)
+    keys = ranking_keys(torch.arange(256, dtype=torch.uint8)).tolist()
+    scores = [Fraction(count % 16, count // 16 + 1) for count in every]
+    for one in every:
+        for two in every:
+            assert (keys[one] < keys[two]) == (scores[one] < scores[two])
+    assert max(keys) + 1 < PROTECTED
+    assert not any(key % 2 for key in keys)
 
 
 def test_hash_table_is_built_by_updates(monkeypatch: pytest.MonkeyPatch) -> None:

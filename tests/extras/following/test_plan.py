@@ -18,7 +18,7 @@ def test_following_tables_have_a_fixed_capacity() -> None:
     ]
     # Ids of all tables take no memory on the meta device.
     bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    model = nn.ModuleDict({"bags": following(bags, {"item": 16})}).to_empty(device="cpu")
+    model = nn.ModuleDict({"bags": following(bags, {"item": 16}, nursery=0)}).to_empty(device="cpu")
     with pytest.raises(ValueError, match=r"fixed capacity.*: \['item'\]\. Leave"):
         plan(model, "50%")
     assert [table.name for table in plan(model, "50%", exclude="item").tables] == ["user"]

@@ -23,9 +23,9 @@ from tests.extras.following.oracle import Oracle, holders, initial
 pytestmark = pytest.mark.whole
 
 EVERY = [(world, kind) for world in (1, 2, 4) for kind in kinds(world)]
-HOW: dict[str, Any] = {"every": 3, "admit_after": 2, "decay": 0.7}
-# Counts of whole lookups: many ids have the same.
-TIES: dict[str, Any] = {"every": 2}
+HOW: dict[str, Any] = {"every": 3, "admit_after": 2, "half_life": 7}
+# Few lookups are left of a half-life shorter than an interval: many ids have the same score.
+TIES: dict[str, Any] = {"every": 2, "half_life": 1}
 PROTECTED = {"item": [7, 30], "user": [0]}
 
 

@@ -19,7 +19,7 @@ from tests.checkpoint.faults import inject, kill
 from tests.dist.cells import gathered
 from tests.dist.harness import RanksFailed, run_ranks
 from tests.dist.plugin import on_ranks
-from tests.extras.following.models import FEATURES, IDS, SLOTS, Built, batch, build
+from tests.extras.following.models import FEATURES, IDS, OWN, SHARE, SLOTS, Built, batch, build
 from tests.extras.following.oracle import Oracle, holders
 from tests.extras.following.test_sharded import HOW, SPREAD, everywhere
 
@@ -47,9 +47,9 @@ def test_pipelines_translate_ahead(world: int, bags: bool) -> None:
     """An id that loses its slot between the translation of a batch and its forward still trains its
     own row in that batch: the slot changes hands after it."""
     steps = 13
-    built = build(world, "row_wise", bags=bags)
+    built = build(world, "row_wise", bags=bags, nursery=SHARE)
     slots = FollowingTables(built.model, built.optimizer, **HOW)
-    oracles = {table: Oracle(IDS[table], SLOTS[table], ahead=1, **HOW) for table in SLOTS}
+    oracles = {table: Oracle(IDS[table], OWN[table], ahead=1, **HOW) for table in SLOTS}
     pipeline = pipeline_of(built)
     batches = [batch(step, world) for step in range(steps)]
     stream = iter(batches)
@@ -64,8 +64,13 @@ def test_pipelines_translate_ahead(world: int, bags: bool) -> None:
             oracle.ahead = int(ahead)
             oracle.step()
             assert holders(built.model.state_dict(), table) == oracle.id_of_slot, (step, table)
-            same = [slot for slot in range(SLOTS[table]) if slot not in dict(oracle.written)]
+            same = [slot for slot in range(OWN[table]) if slot not in dict(oracle.written)]
             assert torch.equal(now[table][same], weights[table][same])
+            # The nursery is emptied when the new holders are admitted, not before.
+            nursery = slice(OWN[table], SLOTS[table])
+            is_admission = not (step + 1 - ahead) % HOW["every"] and step > 1
+            expected = torch.zeros(1) if is_admission else weights[table][nursery]
+            assert torch.equal(now[table][nursery], expected.expand_as(now[table][nursery]))
     assert min(slots.moved.values()) > 5
 
 
@@ -102,13 +107,13 @@ def test_a_pipeline_resumes_where_it_was_saved() -> None:
     batches = [batch(step, 1) for step in range(13)]
 
     def run(cut: int | None) -> tuple[list[Any], Any]:
-        built = build(1, "row_wise")
+        built = build(1, "row_wise", nursery=SHARE)
         slots = FollowingTables(built.model, built.optimizer, **HOW)
         pipeline, stream, found = pipeline_of(built), iter(batches), []
         for step in range(12):
             if step == cut:
                 state = copy.deepcopy((built.model.state_dict(), slots.state_dict()))
-                built = build(1, "row_wise")
+                built = build(1, "row_wise", nursery=SHARE)
                 slots = FollowingTables(built.model, built.optimizer, **HOW)
                 built.model.load_state_dict(state[0])
                 slots.load_state_dict(state[1])
@@ -176,10 +181,12 @@ def result(built: Built) -> dict[str, Any]:
     return {table: (holders(state, table), gathered(built.model)[table]) for table in SLOTS}
 
 
-def seven_more_steps(root: Path, world: int, kind: str, spread: int) -> list[dict[str, Any]]:
+def seven_more_steps(
+    root: Path, world: int, kind: str, spread: int, nursery: float
+) -> list[dict[str, Any]]:
     """Resume from a checkpoint at step 7, or train until then and save one; then train on. Returns
     holders and rows at both ends."""
-    built = build(world, kind, spread=spread)
+    built = build(world, kind, spread=spread, nursery=nursery)
     slots = FollowingTables(built.model, built.optimizer, **HOW, candidates=2)
     both = [built.model.fused_optimizer, built.optimizer]
     parts: dict[str, Any] = {"model": built.model, "optimizer": both, "sparse": slots}
@@ -193,11 +200,12 @@ def seven_more_steps(root: Path, world: int, kind: str, spread: int) -> list[dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", [1, SPREAD])
-def test_two_ranks_save_for_one_and_four(spread: int, tmp_path: Path) -> None:
-    [[begin, end], _] = run_ranks(2, seven_more_steps, tmp_path, 2, "row_wise", spread)
+@pytest.mark.parametrize(("spread", "nursery"), [(1, 0), (1, SHARE), (SPREAD, SHARE)])
+def test_two_ranks_save_for_one_and_four(spread: int, nursery: float, tmp_path: Path) -> None:
+    how = (spread, nursery)
+    [[begin, end], _] = run_ranks(2, seven_more_steps, tmp_path, 2, "row_wise", *how)
     for world, kind in ((1, "table_wise"), (4, "row_wise")):
-        resumed = run_ranks(world, seven_more_steps, tmp_path, world, kind, spread)
+        resumed = run_ranks(world, seven_more_steps, tmp_path, world, kind, *how)
         for table in SLOTS:
             for new_begin, new_end in resumed:
                 assert new_begin[table][0] == begin[table][0]
@@ -241,7 +249,7 @@ def test_saves_for_other_shardings(spread: int, tmp_path: Path) -> None:
 
 def saving(root: Path, killed: bool) -> dict[str, Any]:
     """Resume, train to step 12 and save every third; on request die while the third is written."""
-    built = build(2, "row_wise")
+    built = build(2, "row_wise", nursery=SHARE)
     slots = FollowingTables(built.model, built.optimizer, **HOW)
     both = [built.model.fused_optimizer, built.optimizer]
     parts: dict[str, Any] = {"model": built.model, "optimizer": both, "sparse": slots}
@@ -259,7 +267,8 @@ def saving(root: Path, killed: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_killed_rank_loses_nothing_that_was_committed(tmp_path: Path) -> None:
-    """Slots, rows and counts of the newest checkpoint; the end is that of a run without a kill."""
+    """Slots, rows, nurseries and counts of the newest checkpoint; the end is that of a run without
+    a kill."""
     with pytest.raises(RanksFailed, match=r"rank 1 ----\ndied with exit code -9"):
         run_ranks(2, saving, tmp_path / "killed", True)
     assert Checkpoints(tmp_path / "killed").steps() == [3, 6]
