@@ -1,4 +1,4 @@
-"""Reference masks by the rules of the math (docs/design.md, section 5).
+"""Reference masks by the rules of the math (docs/dev/design.md, section 5).
 
 Plain loops over one whole matrix, written to be obviously right and nothing else. Slow: for small
 matrices in tests.

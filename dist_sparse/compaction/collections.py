@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.compaction.row_index import (
+from dist_sparse.ids.row_index import (
     REMOVED,
     UNKNOWN,
     RowIndex,
@@ -199,8 +199,8 @@ class CompactIds(nn.Module):
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
         """Return the stored row of each id: int32 ``(n,)``.
-        :data:`~dist_sparse.compaction.row_index.REMOVED` for an id without a row,
-        :data:`~dist_sparse.compaction.row_index.UNKNOWN` for an id out of range."""
+        :data:`~dist_sparse.ids.row_index.REMOVED` for an id without a row,
+        :data:`~dist_sparse.ids.row_index.UNKNOWN` for an id out of range."""
         parts = torch.split(ordered.values(), ordered.length_per_key())
         return torch.cat(list(map(self.rows_of, self.feature_tables, parts)))
 
@@ -332,7 +332,7 @@ class CompactEmbeddingBagCollection(IndexedCollection):
         >>> import torch
         >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
         >>> from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
-        >>> from dist_sparse.compaction.row_index import RowIndex, UnknownLookups
+        >>> from dist_sparse.ids.row_index import RowIndex, UnknownLookups
         >>> table = EmbeddingBagConfig(
         ...     name="user", num_embeddings=4, embedding_dim=2, feature_names=["user_id"]
         ... )
@@ -416,7 +416,7 @@ class CompactEmbeddingCollection(IndexedCollection):
         >>> import torch
         >>> from torchrec import EmbeddingConfig, KeyedJaggedTensor
         >>> from dist_sparse.compaction.collections import CompactEmbeddingCollection
-        >>> from dist_sparse.compaction.row_index import RowIndex, UnknownLookups
+        >>> from dist_sparse.ids.row_index import RowIndex, UnknownLookups
         >>> table = EmbeddingConfig(
         ...     name="word", num_embeddings=4, embedding_dim=2, feature_names=["query"]
         ... )

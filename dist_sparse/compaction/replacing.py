@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import refuse
 from dist_sparse.compaction.moving import Steppers, StoredTables, Swapped, move_tables
-from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.compaction.stale import consume, consume_parameter
 from dist_sparse.compaction.tables import (
     CompactCollection,

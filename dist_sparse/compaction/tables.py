@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, check_ids
+from dist_sparse.ids.row_index import REMOVED, UNKNOWN, RowIndex, check_ids
 from dist_sparse.tables.hashing import STEP, logical_shift, mix64
 from dist_sparse.tables.modules import weight_name
 from dist_sparse.tables.protocols import TableConfig
@@ -128,7 +128,7 @@ class CompactTable(nn.Module):
         Example::
 
             >>> import torch
-            >>> from dist_sparse.compaction.row_index import RowIndex
+            >>> from dist_sparse.ids.row_index import RowIndex
             >>> from dist_sparse.compaction.tables import CompactEmbedding
             >>> table = torch.nn.Embedding.from_pretrained(torch.tensor([[1.0], [2.0], [3.0]]))
             >>> kept = torch.tensor([True, False, True])
@@ -155,7 +155,7 @@ class CompactEmbedding(CompactTable, nn.Embedding):
     Example::
 
         >>> import torch
-        >>> from dist_sparse.compaction.row_index import RowIndex
+        >>> from dist_sparse.ids.row_index import RowIndex
         >>> from dist_sparse.compaction.tables import CompactEmbedding
         >>> table, kept = torch.nn.Embedding(4, 2), torch.tensor([False, True, False, True])
         >>> compact = CompactEmbedding(table, table.weight.data[kept], RowIndex.of(kept))
@@ -218,7 +218,7 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):
     Example::
 
         >>> import torch
-        >>> from dist_sparse.compaction.row_index import RowIndex
+        >>> from dist_sparse.ids.row_index import RowIndex
         >>> from dist_sparse.compaction.tables import CompactEmbeddingBag
         >>> table = torch.nn.EmbeddingBag.from_pretrained(
         ...     torch.tensor([[0.0], [1.0], [0.0], [3.0]]), mode="mean"

@@ -1,1 +1,2 @@
-"""Ids of lookups: how often each was looked up, and what share of them reads removed rows."""
+"""Ids of lookups: which row each has, how often each was looked up, and what share of them reads
+removed rows."""

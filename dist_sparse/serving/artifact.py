@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dist_sparse.checks import hex_of, refusing, sync_folder
-from dist_sparse.compaction.row_index import REMOVED, RowIndex
+from dist_sparse.ids.row_index import REMOVED, RowIndex
 from dist_sparse.masking.masks import count_bits, unpack
 from dist_sparse.serving.encodings import Tensors, chunks
 from dist_sparse.serving.manifest import (

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dist_sparse.checks import hex_of
-from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.serving.artifact import (
     SPAN,
     ArtifactWriter,

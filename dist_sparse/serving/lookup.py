@@ -2,7 +2,7 @@
 rotated back to the columns of the model.
 
 Ids have been converted to rows before:
-:class:`~dist_sparse.compaction.row_index.RowIndexes` returns the row of each id, -1 for a removed
+:class:`~dist_sparse.ids.row_index.RowIndexes` returns the row of each id, -1 for a removed
 one, which counts as zeros. The modules hold only tensors and numbers, and no module of FBGEMM:
 ``torch.export`` refuses those.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.compaction.row_index import RowIndex, RowIndexes, check_ids
+from dist_sparse.ids.row_index import RowIndex, RowIndexes, check_ids
 from dist_sparse.serving.books import ENTRIES, gather_entries
 from dist_sparse.serving.encodings import Tensors, books_of, decode
 from dist_sparse.serving.manifest import Collection, Pooling, Table

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.checks import choice
-from dist_sparse.compaction.row_index import (
+from dist_sparse.ids.row_index import (
     REMOVED,
     UNKNOWN,
     RowIndex,

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dist_sparse.checks import refuse
 from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.replacing import CollectionSite, EmbeddingSite, sites_of
-from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.compaction.tables import padding_id_of
 from dist_sparse.groups import world_group, world_rank
 from dist_sparse.masking.kept_scores import Written

@@ -24,7 +24,7 @@ from dist_sparse.compaction.collections import (
     CompactEmbeddingBagCollection,
     CompactEmbeddingCollection,
 )
-from dist_sparse.compaction.row_index import UNKNOWN, RowIndex, RowIndexes
+from dist_sparse.ids.row_index import UNKNOWN, RowIndex, RowIndexes
 
 TABLES = (
     EmbeddingBagConfig(

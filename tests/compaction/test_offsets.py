@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.compaction.tables import CompactEmbeddingBag
 
 KEPT = torch.arange(20) % 3 != 0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.serving.artifact import ArtifactWriter
 from dist_sparse.serving.encodings import ColumnSpread, Dtype, decode, encode
 from dist_sparse.serving.manifest import Collection, Feature, Kind, Manifest, Pooling, Scale, Table

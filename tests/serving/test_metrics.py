@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse import load_served
-from dist_sparse.compaction.row_index import Tally, UnknownLookups
+from dist_sparse.ids.row_index import Tally, UnknownLookups
 from dist_sparse.serving.manifest import Table
 from dist_sparse.serving.served import Served
 from tests.serving.folders import Source, table, write

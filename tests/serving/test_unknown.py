@@ -38,7 +38,7 @@ from dist_sparse.compaction.collections import (
     CompactEmbeddingBagCollection,
     CompactEmbeddingCollection,
 )
-from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.ids.row_index import RowIndex
 from tests.dist.cells import gathered
 from tests.dist.plugin import on_ranks
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import checks
-from dist_sparse.compaction.row_index import REMOVED, UNKNOWN
+from dist_sparse.ids.row_index import REMOVED, UNKNOWN
 
 # Marks a slot that no id holds, and that is reserved for none.
 VACANT = -1
@@ -168,8 +168,8 @@ class SlotIndex(nn.Module):
 
     def slots_of(self, ids: Tensor) -> Tensor:
         """Return the slots of ids, int32 in the shape of ``ids``:
-        :data:`~dist_sparse.compaction.row_index.REMOVED` for an id without a slot,
-        :data:`~dist_sparse.compaction.row_index.UNKNOWN` for an id outside ``[0, rows)``.
+        :data:`~dist_sparse.ids.row_index.REMOVED` for an id without a slot,
+        :data:`~dist_sparse.ids.row_index.UNKNOWN` for an id outside ``[0, rows)``.
 
         ``ids`` (int32 or int64, any shape) is not changed.
         """

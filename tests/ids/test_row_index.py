@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_sparse.compaction.row_index import UNKNOWN, RowIndex, RowIndexes
+from dist_sparse.ids.row_index import UNKNOWN, RowIndex, RowIndexes
 
 
 def slow(kept: Tensor, ids: Sequence[int]) -> list[int]:

@@ -108,7 +108,7 @@ class RowIndex(nn.Module):
     Example::
 
         >>> import torch
-        >>> from dist_sparse.compaction.row_index import RowIndex
+        >>> from dist_sparse.ids.row_index import RowIndex
         >>> index = RowIndex.of(torch.tensor([False, True, False, True, True]))
         >>> index(torch.tensor([0, 1, 4, 99]))  # 0 is removed, 99 is out of range
         tensor([-1,  0,  2, -2])
@@ -195,7 +195,7 @@ class RowIndexes(nn.Module):
     Example::
 
         >>> import torch
-        >>> from dist_sparse.compaction.row_index import RowIndex, RowIndexes
+        >>> from dist_sparse.ids.row_index import RowIndex, RowIndexes
         >>> first = RowIndex.of(torch.tensor([False, True, True]))
         >>> index = RowIndexes([first, None], rows=[3, 9], features=[0, 1, 0])
         >>> ids, lengths = torch.tensor([1, 2, 1, 0, 9]), torch.tensor([2, 1, 2])
@@ -330,7 +330,7 @@ class Tally:
 
     Example::
 
-        >>> from dist_sparse.compaction.row_index import Tally
+        >>> from dist_sparse.ids.row_index import Tally
         >>> lookups = Tally({"user": 0, "item": 0})
         >>> lookups.add(["user", "item", "user"], [3, 1, 2])
         >>> lookups.counts
