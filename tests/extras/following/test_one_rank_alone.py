@@ -18,7 +18,7 @@ from tests.extras.following import models as slot_models
 
 def followed() -> tuple[FollowingTables, Any]:
     """Following tables before an update, with lookups that were not counted yet."""
-    built = slot_models.build(WORLD, "row_wise")
+    built = slot_models.build(WORLD, "row_wise", nursery=slot_models.SHARE)
     slots = FollowingTables(built.model, built.optimizer, every=3)
     for step in range(5):
         look_up(built, step)
