@@ -42,8 +42,8 @@ from benchmarks.measure import peak_extra_bytes
 from dist_sparse import Advanced, compact, sparsify
 from dist_sparse.compaction import collections
 from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
-from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.extras.following import FollowingTables, following
+from dist_sparse.ids.row_index import RowIndex
 
 WARMUP = 1 / 8
 """Part of a stream whose predictions count nothing; frozen masks are chosen in it."""

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from dist_sparse.compaction.tables import CompactCollection
 from dist_sparse.ids.row_index import (
     REMOVED,
     UNKNOWN,
@@ -25,7 +26,6 @@ from dist_sparse.ids.row_index import (
     UnknownLookups,
     check_ids,
 )
-from dist_sparse.compaction.tables import CompactCollection
 from dist_sparse.tables.jagged import check_lengths
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.torchrec.collections import (

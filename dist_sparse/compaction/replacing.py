@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import refuse
 from dist_sparse.compaction.moving import Steppers, StoredTables, Swapped, move_tables
-from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.compaction.stale import consume, consume_parameter
 from dist_sparse.compaction.tables import (
     CompactCollection,
@@ -35,6 +34,7 @@ from dist_sparse.compaction.tables import (
     padding_id_of,
 )
 from dist_sparse.groups import Group
+from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.tables.bases import bases_of_outputs
 from dist_sparse.tables.modules import (
     check_module,

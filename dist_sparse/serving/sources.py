@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from dist_sparse.checks import refuse
 from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.replacing import CollectionSite, EmbeddingSite, sites_of
-from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.compaction.tables import padding_id_of
 from dist_sparse.groups import world_group, world_rank
+from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import places_of
 from dist_sparse.serving.artifact import all_kept

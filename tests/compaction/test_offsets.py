@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.compaction.tables import CompactEmbeddingBag
+from dist_sparse.ids.row_index import RowIndex
 
 KEPT = torch.arange(20) % 3 != 0
 IDS = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 19])

@@ -25,8 +25,8 @@ from dist_sparse.compaction.collections import (
     stored_rows,
 )
 from dist_sparse.compaction.replacing import Change
-from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.extras.following.slot_index import MOST_COUNTED, SlotIndex
+from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.masking.masks import Held
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import check_module, collection_of
