@@ -56,9 +56,7 @@ FIRST_STEP: Final = {
 # within a row, and read the weights once; others are scored by torch, again in each round.
 UPDATE: Final = {
     "row": Ceiling(4, 22, 3_670, 60),
-    # By norms, the sample of one table misleads by a bucket: it is read once more. Otherwise 4 waits,
-    # 25 launches and 4,670 kB.
-    "1x4": Ceiling(5, 30, 6_220, 230),
+    "1x4": Ceiling(4, 25, 5_200, 196),
     "2x2": Ceiling(4, 278, 210_100, 8_300),
     "1x1": Ceiling(4, 25, 7_810, 363),
 }
