@@ -156,8 +156,8 @@ class FlatScores:
         # Every shard of a table by the same stride, so that its parts weigh alike.
         self._strides = [max(_SPARSE, blocks // _SAMPLE) for blocks in table_blocks]
         self.sampled = [0] * len(self._grids)
-        for number, blocks in enumerate(table_blocks):
-            if blocks >= _SMALL and not self.held:
+        for number, whole in enumerate(table_blocks):
+            if whole >= _SMALL and not self.held:
                 self.sampled[number] = self._grids[number].blocks
 
     def first_histograms(self) -> Tensor:
