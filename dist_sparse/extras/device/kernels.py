@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
