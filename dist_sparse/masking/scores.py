@@ -361,7 +361,7 @@ class Batch(Protocol):
     """
 
     held: list[Tensor]
-    sampled: Sequence[int]
+    sampled: list[int]
 
     def first_histograms(self) -> Tensor:
         """Return :func:`first_histogram` of each table, int64 ``(tables, HISTOGRAM)``, or of a

@@ -48,7 +48,7 @@ _SMALL = 1 << 14
 # Blocks of a table that are sampled, at most one in _SPARSE. The standard error of a quantile is
 # then about a tenth of a percent of the table.
 _SAMPLE = 1 << 17
-_SPARSE = 8
+_SPARSE = 4
 
 # Columns of the counts of a sweep; the first is the removed blocks.
 _ZEROS, _LOST = 1, 4
@@ -156,8 +156,8 @@ class FlatScores:
         # Every shard of a table by the same stride, so that its parts weigh alike.
         self._strides = [max(_SPARSE, blocks // _SAMPLE) for blocks in table_blocks]
         self.sampled = [0] * len(self._grids)
-        for number, blocks in enumerate(table_blocks):
-            if blocks >= _SMALL and not self.held:
+        for number, whole in enumerate(table_blocks):
+            if whole >= _SMALL and not self.held:
                 self.sampled[number] = self._grids[number].blocks
 
     def first_histograms(self) -> Tensor:
@@ -192,8 +192,8 @@ class FlatScores:
         """Return the histograms of zeros and of leading bits, int64 ``(jobs, HISTOGRAM)``."""
         jobs = [job._replace(low=0, high=NO_PLACE, shift=LEADING_SHIFT) for job in jobs]
         swept = kernels.sweep(jobs, self._scoring, self._device, HISTOGRAM - 1, **does)
-        tally: Tensor = swept.tally
-        return tally
+        assert swept.tally is not None
+        return swept.tally
 
     def around(self, buckets: Mapping[int, int], samples: Mapping[int, Tensor]) -> Tensor:
         expected = {}
@@ -251,6 +251,7 @@ class FlatScores:
             jobs.append(job)
         does = {"lists": True, "packs": True, "counts": True}
         swept = kernels.sweep(jobs, self._scoring, self._device, **does)
+        assert swept.counts is not None
         [counts] = on_host([swept.counts])
         found = dict(zip(buckets, counts.tolist(), strict=True))
         for number, one in made.items():

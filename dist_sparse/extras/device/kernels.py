@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -277,12 +276,12 @@ def _at_once(width: int) -> int:
 
 def lanes_for(width: int) -> int:
     """Return how many elements of a block a program looks at together, a power of two."""
-    return min(triton.next_power_of_2(max(1, width)), _LANES)
+    return min(1 << (max(1, width) - 1).bit_length(), _LANES)
 
 
 def _launch(
     launched: Any,
-    jobs: Sequence[Job] | Sequence[Pruning],
+    jobs: Sequence[Any],
     width: int,
     device: torch.device,
     *outputs: Tensor | None,

@@ -29,7 +29,38 @@ pytestmark = [
 TRITON: Final = "3.7.1"
 
 # By compute capability and kernel.
-CEILINGS: Final[dict[int, dict[str, Counts]]] = {}
+CEILINGS: Final[dict[int, dict[str, Counts]]] = {
+    90: {
+        "1x4 sample": Counts(52, 426, 0, 0, 0, 128),
+        "1x4": Counts(80, 439, 0, 0, 0, 128),
+        "1x4 sums": Counts(80, 503, 0, 0, 0, 128),
+        "1x4 sums, odd": Counts(72, 714, 0, 0, 0, 128),
+        "1x4 sums of elements": Counts(103, 570, 0, 0, 0, 128),
+        "1x1 sums": Counts(168, 679, 0, 0, 0, 128),
+        "1x4 again": Counts(32, 149, 0, 0, 0, 128),
+        "rows": Counts(68, 199, 0, 0, 0, 128),
+        "rows sums": Counts(80, 266, 0, 0, 0, 128),
+        "rows sums of elements": Counts(124, 381, 0, 0, 0, 128),
+        "rows counts": Counts(78, 280, 0, 0, 0, 64),
+        "rows decayed counts": Counts(70, 344, 0, 0, 0, 64),
+        "rows of 100, sums": Counts(96, 419, 0, 0, 0, 128),
+        "count held": Counts(32, 173, 0, 0, 0, 64),
+        "count listed": Counts(32, 176, 0, 0, 0, 64),
+        "ties listed": Counts(56, 463, 2, 0, 0, 64),
+        "pack held": Counts(72, 372, 0, 0, 0, 64),
+        "pack listed": Counts(38, 220, 0, 0, 0, 64),
+        "prune 1x4": Counts(32, 138, 0, 0, 0, 64),
+        "prune rows": Counts(32, 161, 0, 0, 0, 64),
+        "prune rows of 100": Counts(45, 161, 0, 0, 0, 64),
+        "zero 1x4": Counts(27, 86, 0, 0, 0, 64),
+        "read flags": Counts(56, 0, 0, 0, 0, 0),
+        "count": Counts(64, 0, 0, 0, 0, 0),
+        "clean read": Counts(72, 554, 0, 0, 0, 64),
+        "clean read, odd": Counts(72, 531, 0, 0, 0, 64),
+        "flag": Counts(32, 268, 0, 0, 0, 64),
+        "clean all": Counts(80, 607, 0, 0, 0, 64),
+    },
+}
 
 
 @lru_cache

@@ -57,7 +57,7 @@ FIRST_STEP: Final = {
 # within a row, and read the weights once; others are scored by torch, again in each round.
 UPDATE: Final = {
     "row": Ceiling(4, 22, 3_670, 60),
-    "1x4": Ceiling(4, 25, 4_720, 196),
+    "1x4": Ceiling(4, 25, 5_200, 196),
     "2x2": Ceiling(4, 278, 210_100, 8_300),
     "1x1": Ceiling(4, 25, 7_810, 363),
 }

@@ -150,7 +150,7 @@ def test_tables_that_no_kernel_takes_warn_once() -> None:
 
 
 def test_weights_are_read_once() -> None:
-    """And a sample of at most an eighth, a few percent of listed blocks and bits, and histograms,
+    """And a sample of at most a quarter, a few percent of listed blocks and bits, and histograms,
     which are as large for a small table."""
     weights = normal()
     scores = weights.view(-1, 4).double().square().mean(1).float().view(torch.int32).sort().values
@@ -158,7 +158,7 @@ def test_weights_are_read_once() -> None:
     away = ((scores & ((1 << 20) - 1)) - (1 << 19)).abs()
     first = BLOCKS // 4
     spent = on_both([weights], first + int(away[first : 2 * first].argmin()))
-    assert spent.moved < 2 * weights.nbytes
+    assert spent.moved < 2.2 * weights.nbytes
     assert spent.waits <= 4, spent.lines
 
 
