@@ -142,7 +142,7 @@ MUTATIONS = [
     M("extras/following/followed.py", "keys = ranking_keys(self.counts.of(ids)) + holds", "keys = ranking_keys(self.counts.of(ids))", "tests/extras/following/test_training.py -k tie"),
     M("extras/following/followed.py", "                state[inside.to(state.device)] = initial\n", "                pass\n", "tests/extras/following/test_training.py tests/extras/following/test_sharded.py"),
     M("extras/following/slots.py", "        if not ahead:\n            self._admit()\n", "        self._admit()\n", "tests/extras/following/test_training.py -k ahead"),
-    M("extras/following/slots.py", "            table.reset_stats()\n            table.index.nursery_scale = scale\n", "            table.index.nursery_scale = scale\n", "tests/extras/following/test_compact.py -k carried"),
+    M("extras/following/slots.py", "            table.reset_stats()\n            table.start_nursery(scale, self._steppers)\n", "            table.start_nursery(scale, self._steppers)\n", "tests/extras/following/test_compact.py -k carried"),
     # -- serving
     # ---------------------------------------------------------------------------------------------------------
     M("tables/jagged.py", "fits = fits and int(least) >= 0 and int(most) <= n", "pass", "tests/serving/test_malformed.py -k modules"),

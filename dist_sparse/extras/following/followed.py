@@ -115,12 +115,16 @@ class FollowedTable:
         return has_read
 
     @torch.no_grad()
-    def empty_nursery(self, steppers: Steppers) -> None:
-        """Reset the nursery rows in this rank's shards: weights to 0, optimizer state to that of
-        new rows."""
-        self._empty_nursery(self.stored(steppers))
+    def start_nursery(self, scale: float, steppers: Steppers) -> None:
+        """Let ids without a slot read the nursery, multiplied by ``scale``."""
+        self.index.nursery_scale = scale
+        # TorchRec has drawn the rows of a new table.
+        if not (self.index.id_of_slot >= 0).any():
+            self._empty_nursery(self.stored(steppers))
 
     def _empty_nursery(self, stored: StoredTables) -> None:
+        """Reset the nursery rows in this rank's shards: weights to 0, optimizer state to that of
+        new rows."""
         if self.index.nursery:
             for rect, weight in stored.located[self.name].shards:
                 weight[max(0, self.index.slots - rect.row) :] = 0

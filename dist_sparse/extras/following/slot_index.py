@@ -242,6 +242,6 @@ class SlotIndex(nn.Module):
             sizes = torch.bincount(bucket, minlength=1 << self._bits)
             longest = max(1, int(sizes.max()))
             starts = (sizes.cumsum(0) - sizes).int()
-            slots = nn.functional.pad(slots[bucket.int().argsort()], (0, longest)).int()
+            slots = nn.functional.pad(slots[bucket.int().argsort(stable=True)], (0, longest)).int()
             self._buckets = buckets = _Buckets(state, state._version, starts, slots, longest)
         return buckets

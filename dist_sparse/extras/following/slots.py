@@ -188,10 +188,7 @@ class FollowingTables:
             self._exchange_lookups()
         for table, scale in zip(self._tables, scales, strict=True):
             table.reset_stats()
-            table.index.nursery_scale = scale
-            # TorchRec has drawn the rows of a new table.
-            if not len(table.index.holders()[0]):
-                table.empty_nursery(self._steppers)
+            table.start_nursery(scale, self._steppers)
         _owner_of.update(dict.fromkeys(collections, self))
 
     def _nursery_scales(self) -> list[float]:
