@@ -18,8 +18,9 @@ from tests.dist.cells import build, cells
 from tests.dist.pieces import Sent, by_cols, by_rows, move, sharded, watched, write
 from tests.dist.plugin import on_ranks
 
-# Bytes a table of the three histograms: 2048 buckets and one for zeros, 1024, 1024.
-ROUNDS = 8 * (2049 + 1024 + 1024)
+# Bytes a table of the three histograms: 2048 buckets, one for zeros, and the size of a sample's
+# shard; 1024; 1024.
+ROUNDS = 8 * (2050 + 1024 + 1024)
 STATUS = 32
 
 

@@ -214,12 +214,13 @@ class FollowingTables:
                 scales.append(self.nursery_lr)
             elif kind in _LINEAR:
                 scales.append(math.sqrt(self.nursery_lr))
-            elif not table.index.nursery:
+            elif not (table.index.nursery and kind):
+                # No nursery, or one that nothing trains: its rows stay zeros.
                 scales.append(0.0)
             else:
                 raise ValueError(
                     f"Table {table.name!r}: nursery_lr={self.nursery_lr} can't be kept with the"
-                    f" optimizer {kind or 'none'}. Use one of"
+                    f" optimizer {kind}. Use one of"
                     f" {sorted(_SCALE_FREE | _LINEAR)}, nursery_lr=1, or following(nursery=0)."
                 )
         return scales
@@ -253,6 +254,9 @@ class FollowingTables:
                     f"Step {self.steps} needs an update, but batches of the previous update are"
                     f" still in flight: use every >= {self._admits_at - self.steps + self.every}."
                 )
+            # Before any count is sent: if a rank runs out of memory here, no lookup is lost.
+            for table in self._tables:
+                table.ids.count_batches()
         # A model's state has reservations if it was saved with batches in flight. Without the state
         # of the slots no step admits them.
         if any(len(table.index.reserved()[0]) for table in self._tables):

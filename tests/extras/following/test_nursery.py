@@ -191,10 +191,12 @@ def test_ids_out_of_range_and_a_rank_without_data() -> None:
     slots = FollowingTables(built.model, built.optimizer, every=1)
     ids = built.model.module.tables.following_ids
     keys = [key for keys in FEATURES.values() for key in keys]
+    some = batch(0, 2)
+    # TorchRec wants batches of one size.
     none = KeyedJaggedTensor(
-        keys, torch.empty(0, dtype=torch.int64), lengths=torch.zeros(8, dtype=torch.int64)
+        keys, torch.empty(0, dtype=torch.int64), lengths=torch.zeros_like(some.lengths())
     )
-    features = batch(0, 2) if dist.get_rank() else none
+    features = some if dist.get_rank() else none
     for _ in range(3):
         built.model(features)[0].backward()
         slots.step()
