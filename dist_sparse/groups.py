@@ -329,7 +329,7 @@ class RankGroup(Group):
         self._sends_from_cpu = "cpu:" in dist.get_backend_config(process_group)
         self._at = "before any agreement"
         self._is_dead = False
-        self._buffers = KeptBuffers(len(ranks))
+        self._kept_buffers = KeptBuffers(len(ranks))
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -357,7 +357,7 @@ class RankGroup(Group):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See :meth:`Group.all_gather`."""
         if tensor.is_cpu and self.device.type != "cpu":
-            return self._buffers.gather(tensor, self.device, self._send_kept)
+            return self._kept_buffers.gather(tensor, self.device, self._send_kept)
         with self._sending("all_gather", tensor) as sent:
             # One tensor: nothing is left to allocate once the others have this rank's part.
             gathered = sent.new_empty(self.size, *sent.shape)

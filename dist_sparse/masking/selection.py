@@ -217,7 +217,7 @@ def _count_around(
         sampled: how many blocks a sample stands for, int64 ``(searches,)``; 0 for exact histograms.
     """
     samples = counts
-    guesses = finish(lambda: _guesses(searches, counts, sampled, pool))
+    guesses = finish(lambda: guessed_buckets(searches, counts, sampled, pool))
     exact = group.all_reduce(_histograms_around(searches, guesses))
     counts = torch.where(sampled.view(-1, 1) > 0, exact, counts)
     missed = finish(lambda: _missed(searches, counts, guesses, pool))
@@ -235,7 +235,7 @@ def _count_around(
     return counts
 
 
-def _guesses(
+def guessed_buckets(
     searches: Sequence[_ScoreSearch], counts: Tensor, sampled: Tensor, pool: Pool
 ) -> dict[int, int]:
     """Return by the number of each sampled search the bucket that probably has its threshold."""

@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("torchrec")
 pytest.importorskip("matplotlib")
+pytest.importorskip("dist_sparse.extras.codes")
 
 from benchmarks import tables, tables_methods
 from benchmarks.tables_data import Problem

@@ -235,7 +235,7 @@ class FlatScores:
         for (number, bucket), shares in zip(buckets.items(), programs, strict=True):
             low = max(1, (bucket - 1) << LEADING_SHIFT)
             high = (bucket << LEADING_SHIFT) - 1
-            capacity = self._capacity(number, expected[number] if bucket else 0, shares)
+            capacity = self.list_capacity(number, expected[number] if bucket else 0, shares)
             scores, lengths = self._ints(shares, capacity), self._ints(shares)
             kept, dirty = self._words(number), self._words(number)
             one = _Narrowed(low, high, scores, torch.empty_like(scores), lengths, kept, dirty)
@@ -261,7 +261,7 @@ class FlatScores:
                 self._narrowed[number] = one
         return found
 
-    def _capacity(self, number: int, listed: int, programs: int) -> int:
+    def list_capacity(self, number: int, listed: int, programs: int) -> int:
         """Return how many blocks each of the programs may list."""
         if not listed or not _fits(listed, self._weights[number]):
             return 0

@@ -40,7 +40,7 @@ WORDS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 # Most programs of a launch, approximately: some ten rounds on the multiprocessors of an H200, so
 # that the last round costs little. Small shards get one each beyond that.
-_PROGRAMS = 8192
+PROGRAMS = 8192
 
 # Most copies of the histograms of a launch, and the blocks that share one: atomic additions to one
 # address wait for each other.
@@ -204,7 +204,7 @@ def programs_for(blocks: Sequence[int], width: int) -> list[int]:
     """
     tiles = [-(-each // _at_once(width)) for each in blocks]
     total = sum(tiles)
-    return [max(1, min(each, each * _PROGRAMS // total)) for each in tiles]
+    return [max(1, min(each, each * PROGRAMS // total)) for each in tiles]
 
 
 def sweep(

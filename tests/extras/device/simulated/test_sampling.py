@@ -165,29 +165,29 @@ def test_weights_are_read_once() -> None:
 @pytest.mark.parametrize("error", [-1, 1, 40, -40])
 def test_samples_that_mislead(error: int) -> None:
     """By a bucket, or by so many that only an exact histogram helps."""
-    guesses = selection._guesses
+    guesses = selection.guessed_buckets
 
     def wrong(*args: Any) -> dict[int, int]:
         return {row: max(1, bucket + error) for row, bucket in guesses(*args).items()}
 
-    with mock.patch.object(selection, "_guesses", wrong):
+    with mock.patch.object(selection, "guessed_buckets", wrong):
         on_both([normal(1), normal(2) * 2], BLOCKS // 2)
 
 
 @pytest.mark.parametrize("error", [1, 40])
 def test_samples_that_mislead_a_pool(error: int) -> None:
-    guesses = selection._guesses
+    guesses = selection.guessed_buckets
 
     def wrong(*args: Any) -> dict[int, int]:
         return {row: bucket + error for row, bucket in guesses(*args).items()}
 
-    with mock.patch.object(selection, "_guesses", wrong):
+    with mock.patch.object(selection, "guessed_buckets", wrong):
         on_both([normal(1), normal(2) * 2], BLOCKS // 2, pooled=True)
 
 
 def test_lists_without_room() -> None:
     """Weights are read again."""
-    with mock.patch.object(FlatScores, "_capacity", lambda *_: 3):
+    with mock.patch.object(FlatScores, "list_capacity", lambda *_: 3):
         on_both([normal()], BLOCKS // 2)
 
 
@@ -204,5 +204,5 @@ def test_programs_are_shared_out_by_size() -> None:
     """One table of 10M rows beside 99 small ones has nearly all of them."""
     large, small = 10_000_000 * 32, 1_000 * 32
     programs = kernels.programs_for([large, *[small] * 99], 4)
-    assert programs[0] > 0.95 * kernels._PROGRAMS
-    assert min(programs) >= 1 and sum(programs) <= kernels._PROGRAMS + 99
+    assert programs[0] > 0.95 * kernels.PROGRAMS
+    assert min(programs) >= 1 and sum(programs) <= kernels.PROGRAMS + 99

@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from dist_sparse import COL, DataNormSparsifier, MaskEnforcer, compact
 from dist_sparse.checkpoint import storage
-from dist_sparse.extras.codes.learning import assign
-from dist_sparse.extras.guard.undo import LastUpdate
 from dist_sparse.tables import modules
 from dist_sparse.tables.chunked import ChunkedTensor
 from tests.extras.device.simulated.account import ACCOUNT
@@ -163,12 +161,13 @@ def test_compact_tables_are_the_cpus() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_update_is_kept_in_host_memory(device: str) -> None:
     """A third of the weights is removed, and kept so that it can be put back."""
+    undo = pytest.importorskip("dist_sparse.extras.guard.undo")
     with on_device():
         run = Run(device, BLOCKS["1x4"])
         run.update(0.3)
         before = run.weights()
         masks = run.sparsifier.masks
-        masks.undo = kept = LastUpdate()
+        masks.undo = kept = undo.LastUpdate()
         held = ACCOUNT.live
         run.update(0.6)
         # The masks so far, and no weights.
@@ -195,6 +194,7 @@ def test_copies_of_a_checkpoint_come_through_pinned_memory() -> None:
 
 def test_launches_of_codes_do_not_grow_with_the_rows() -> None:
     """And the codes are the CPU's."""
+    assign = pytest.importorskip("dist_sparse.extras.codes.learning").assign
     generator = torch.Generator().manual_seed(0)
     books = torch.randn(2, 256, 4, generator=generator).half()
     launches = []

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("dist_sparse.extras.following")
+
 from benchmarks.following import DEFAULTS, DRIFTING, GRIDS, report, tune
 from benchmarks.following_case import rows_for
 from benchmarks.following_streams import drifting, hashed, lastfm
