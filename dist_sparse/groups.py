@@ -356,7 +356,7 @@ class RankGroup(Group):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See :meth:`Group.all_gather`."""
-        if tensor.is_cpu and self.device.type != "cpu":
+        if tensor.is_cpu and not self._sends_from_cpu:
             return self._kept_buffers.gather(tensor, self.device, self._send_kept)
         with self._sending("all_gather", tensor) as sent:
             # One tensor: nothing is left to allocate once the others have this rank's part.

@@ -45,15 +45,16 @@ LIMITS = {
     "lines of a file": 700,
     "private reads": 0,
     "import circles": 0,
-    # One more since all-to-alls left groups.py.
-    "modules crossed by an update": 19,
+    # One more since all-to-alls left groups.py; two more since goals and pools have files of their own.
+    "modules crossed by an update": 21,
     "walks of an update": 1,
     "walks of sparsify()": 3,
     "walks of export()": 2,
     "names on the first screen": 20,
     # Calls of the package's functions on one of two ranks: of a model with two tables.
     "calls of sparsify()": 1257,
-    "calls of an update": 922,
+    # Samples of scores, which save CUDA a read of all weights, took it from 922 to 930.
+    "calls of an update": 930,
     "calls of forward and backward after an update": 204,
     "calls of forward and backward": 85,
     "calls of save()": 821,
@@ -63,7 +64,8 @@ LIMITS = {
     "calls of export()": 1410,
     "calls of a served lookup": 22,
     "calls of compact()": 1947,
-    "calls of a forward of a compact model": 15,
+    # One more since following tables weigh the rows of a nursery.
+    "calls of a forward of a compact model": 16,
 }
 NO_EXAMPLE = {
     "COL",  # a string

@@ -131,7 +131,7 @@ class KeptIds:
         if not (ids.is_cpu or isinstance(ends, Tensor)):
             # If batch sizes differ between features, the host knows the ends.
             ends = sent(ends, ids.device)
-        if self._kernel is not None and not ids.is_cpu:
+        if not ids.is_cpu and self._kernel is not None:
             found: Tensor = self._kernel.flags(ids, ends)
             return found
         if isinstance(ends, Tensor):

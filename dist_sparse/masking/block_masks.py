@@ -272,8 +272,11 @@ def _shards(tables: Sequence[ScoredTable]) -> list[tuple[ScoredTable, Shard]]:
     """Return the shards of some tables, in their order. A rank may hold replicas: one of them."""
     found = []
     for table in tables:
-        unique = {shard.rect: shard for shard in reversed(table.goal.data.shards)}
-        found += [(table, unique[rect]) for rect in reversed(unique)]
+        rects = set()
+        for shard in table.goal.data.shards:
+            if shard.rect not in rects:
+                rects.add(shard.rect)
+                found.append((table, shard))
     return found
 
 

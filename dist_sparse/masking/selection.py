@@ -557,8 +557,11 @@ def _first_histograms(searches: Sequence[_ScoreSearch]) -> Tensor:
     counts = _summed(parts, len(searches), HISTOGRAM)
     # Cut blocks, which count with the scores of their owner.
     counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0
-    sampled = [sum(segment.sampled for segment in search.counted) for search in searches]
-    return torch.cat([counts, torch.tensor(sampled).view(-1, 1)], 1)
+    sampled = torch.zeros(len(searches), 1, dtype=torch.int64)
+    for row, search in enumerate(searches):
+        for segment in search.counted:
+            sampled[row] += segment.sampled
+    return torch.cat([counts, sampled], 1)
 
 
 def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int) -> Tensor:

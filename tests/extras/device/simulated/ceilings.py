@@ -42,7 +42,7 @@ ORDINARY_STEP: Final = {
     "1x4": Ceiling(0, 2, 20, 1),
     "2x2": Ceiling(0, 2, 20, 1),
     "1x1": Ceiling(0, 2, 20, 1),
-    "frequency": Ceiling(0, 36, 94, 3),
+    "frequency": Ceiling(0, 3, 3, 1),
 }
 
 # The first step after a mask update takes the new masks, and does not wait either.
@@ -59,16 +59,16 @@ UPDATE: Final = {
     "row": Ceiling(4, 22, 3_670, 60),
     "1x4": Ceiling(4, 25, 5_200, 196),
     "2x2": Ceiling(4, 278, 210_100, 8_300),
-    "1x1": Ceiling(4, 25, 7_810, 363),
+    "1x1": Ceiling(4, 25, 7_810, 365),
 }
 
 # By lookups or sums alone, of which the blocks of a row have equal ones: where blocks are finer than
-# rows, torch finds the ties at the threshold.
+# rows, torch finds the ties at the threshold, with a wait more than before sampling.
 UPDATE_BY_TOTALS: Final = {
     "row": Ceiling(3, 23, 2_360, 90),
-    "1x4": Ceiling(3, 58, 25_310, 4_630),
+    "1x4": Ceiling(4, 62, 25_340, 4_670),
     "2x2": Ceiling(3, 190, 103_200, 8_300),
-    "1x1": Ceiling(3, 50, 26_430, 9_270),
+    "1x1": Ceiling(4, 54, 26_600, 9_460),
 }
 
 # Waits of an update of tables that are cut by rows over two ranks, over NCCL, however many tables:
