@@ -244,10 +244,9 @@ def _pass_of(table: ScoredTable) -> _Pass:
             totals = _totals([table])[0]
             measure = goal.measure.squares, totals.total.dtype, totals.of_elements
         common = data.ranks, tensor.device, data.dtype, *measure
-        widths = {flat_width(shard.rect, goal.block, shard.tensor) for shard in data.shards}
-        # Kernels read weights as float32, which is not exact for float64.
-        if len(widths) == 1 and None not in widths and data.dtype != torch.float64:
-            return _Pass(_score_flat, (*common, *widths))
+        width = _common_width(goal)
+        if width is not None:
+            return _Pass(_score_flat, (*common, width))
         # Tables are stacked: a block of one row never reaches into the next table. Blocks of one
         # element are scored alone, without a copy of their scores.
         part_of_row = goal.block[0] == 1 and goal.block[1] != 1 and len(data.shards) == 1
@@ -257,6 +256,19 @@ def _pass_of(table: ScoredTable) -> _Pass:
     if kernels_on(tensor.device) is not None:
         warn_of_torch(data.name, reason)
     return _Pass(_score_alone)
+
+
+def _common_width(goal: Goal) -> int | None:
+    """Return the width by which kernels read all shards of a table; None if they don't."""
+    # Kernels read weights as float32, which is not exact for float64.
+    if goal.data.dtype == torch.float64:
+        return None
+    rect, tensor = goal.data.shards[0]
+    width = flat_width(rect, goal.block, tensor)
+    for rect, tensor in goal.data.shards[1:]:
+        if flat_width(rect, goal.block, tensor) != width:
+            return None
+    return width
 
 
 def _why_alone(table: ScoredTable) -> str:

@@ -323,7 +323,11 @@ def _with_refused(
 ) -> list[tuple[_ScoreSearch, int]]:
     """Return the searches with scores that are not finite, and how many."""
     sums = counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].sum(1).tolist()
-    return [(search, count) for search, count in zip(searches, sums, strict=True) if count]
+    refused = []
+    for search, count in zip(searches, sums, strict=True):
+        if count:
+            refused.append((search, count))
+    return refused
 
 
 def _refuse(wrong: tuple[_ScoreSearch, int], group: Group) -> None:
