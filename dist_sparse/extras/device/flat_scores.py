@@ -37,7 +37,7 @@ from dist_sparse.masking.scores import (
     RowTotals,
 )
 from dist_sparse.records import LEADING_SHIFT
-from dist_sparse.tables.shards import Block, Shard, grid_of
+from dist_sparse.tables.shards import Block, Grid, Shard, grid_of
 
 # Bytes of a listed block: its score and its place.
 _LISTED = 8
@@ -106,6 +106,23 @@ class _Narrowed:
         )
 
 
+def _by_totals(
+    scoring: kernels.Scoring,
+    measure: ByTotals,
+    totals: Sequence[RowTotals],
+    grids: Sequence[Grid],
+) -> kernels.Scoring:
+    """Return how kernels score elements that are multiplied by totals."""
+    return scoring._replace(
+        weights=measure.squares,
+        totals=totals[0].total.dtype,
+        of_elements=totals[0].of_elements,
+        divides=any(one.share != 1 for one in totals),
+        # Rows are found by shifts where all widths are powers of two.
+        shifts=all(grid.cols.bit_count() == 1 for grid in grids),
+    )
+
+
 class FlatScores:
     """The scores of several shards of one dtype and block width, which share each launch: a
     :class:`~dist_sparse.masking.scores.Batch`.
@@ -141,13 +158,7 @@ class FlatScores:
         assert width is not None
         self._scoring = kernels.Scoring(tensor.dtype, width, absolute=measure == "L1")
         if isinstance(measure, ByTotals):
-            self._scoring = self._scoring._replace(
-                weights=measure.squares,
-                totals=totals[0].total.dtype,
-                of_elements=totals[0].of_elements,
-                divides=any(one.share != 1 for one in totals),
-                shifts=all(grid.cols.bit_count() == 1 for grid in self._grids),
-            )
+            self._scoring = _by_totals(self._scoring, measure, totals, self._grids)
         self._narrowed: dict[int, _Narrowed] = {}
         self._ints = partial(torch.empty, dtype=torch.int32, device=self._device)
         self.held: list[Tensor] = []

@@ -144,6 +144,96 @@ def _elements(
 
 
 @kernel
+def _wide_sums(
+    job: tl.tensor,
+    first: tl.tensor,
+    block: tl.tensor,
+    known: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    value: tl.tensor,
+    of_blocks: tl.tensor,
+    TYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    OF_ELEMENTS: tl.constexpr,
+    TOTAL_TYPE: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    VECTOR: tl.constexpr,
+) -> tl.tensor:
+    """Return the sums of blocks that are wider than their lanes, float64.
+
+    Args:
+        block, known: the blocks from ``first`` on, and whether they exist.
+        at, inside: the first element of each lane, and whether its block exists.
+        value, of_blocks: the totals of rows, for each lane and for each block.
+    """
+    lane = tl.arange(0, BLOCKS * LANES)
+    total = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
+    # In the order of torch.sum with AVX2: each of 16 lanes adds 16 elements in turn, and then
+    # adds the sum of the next 16.
+    for group in range(0, WIDTH // 16 * 16, 256):
+        part = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
+        for column in range(group, min(group + 256, WIDTH // 16 * 16), 16):
+            part += _elements(
+                job,
+                first,
+                at + column,
+                inside,
+                value,
+                TYPE,
+                WIDTH,
+                ABSOLUTE,
+                OF_ELEMENTS,
+                TOTAL_TYPE,
+                DIVIDES,
+                VECTOR,
+            )
+        total += part
+    # Whole vectors of four that are left over: the first four lanes add these.
+    for column in range(WIDTH // 16 * 16, WIDTH // 4 * 4, 4):
+        own = lane % LANES < 4
+        scores = _elements(
+            job,
+            first,
+            at + column,
+            inside & own,
+            value,
+            TYPE,
+            WIDTH,
+            ABSOLUTE,
+            OF_ELEMENTS,
+            TOTAL_TYPE,
+            DIVIDES,
+            VECTOR,
+        )
+        total += tl.where(own, scores, 0.0)
+    # The last elements, one by one, and then the lanes.
+    last = tl.zeros([BLOCKS], dtype=tl.float64)
+    for column in range(WIDTH // 4 * 4, WIDTH):
+        last += _elements(
+            job,
+            first,
+            block * WIDTH + column,
+            known,
+            of_blocks,
+            TYPE,
+            WIDTH,
+            ABSOLUTE,
+            OF_ELEMENTS,
+            TOTAL_TYPE,
+            DIVIDES,
+            VECTOR,
+        )
+    # The lanes are four accumulators of four.
+    parts = tl.permute(tl.reshape(total, [BLOCKS, 4, 4]), [0, 2, 1])
+    none = tl.zeros([BLOCKS * 4], dtype=tl.float64)
+    return _in_turn(last, _in_turn(none, parts, BLOCKS * 4), BLOCKS)
+
+
+@kernel
 def block_scores(
     job: tl.tensor,
     first: tl.tensor,
@@ -184,7 +274,6 @@ def block_scores(
         of_blocks = _of_rows(job, first, block, known, TOTAL_TYPE, DIVIDES, SHIFTS, SAMPLES)
         spread = tl.broadcast_to(of_blocks[:, None], [BLOCKS, LANES])
         value = tl.reshape(spread, [BLOCKS * LANES])
-    total = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
     if WIDTH <= 16:
         # A lane has one element; those beyond the block add 0, which changes no sum.
         own = lane % LANES < WIDTH
@@ -209,65 +298,25 @@ def block_scores(
                 left_sums, right_sums = tl.split(tl.reshape(sums, [BLOCKS * (8 >> level), 2]))
                 sums = left_sums + right_sums
     else:
-        # In the order of torch.sum with AVX2: each of 16 lanes adds 16 elements in turn, and then
-        # adds the sum of the next 16.
-        for group in range(0, WIDTH // 16 * 16, 256):
-            part = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
-            for column in range(group, min(group + 256, WIDTH // 16 * 16), 16):
-                part += _elements(
-                    job,
-                    first,
-                    at + column,
-                    inside,
-                    value,
-                    TYPE,
-                    WIDTH,
-                    ABSOLUTE,
-                    OF_ELEMENTS,
-                    TOTAL_TYPE,
-                    DIVIDES,
-                    VECTOR,
-                )
-            total += part
-        # Whole vectors of four that are left over: the first four lanes add these.
-        for column in range(WIDTH // 16 * 16, WIDTH // 4 * 4, 4):
-            own = lane % LANES < 4
-            scores = _elements(
-                job,
-                first,
-                at + column,
-                inside & own,
-                value,
-                TYPE,
-                WIDTH,
-                ABSOLUTE,
-                OF_ELEMENTS,
-                TOTAL_TYPE,
-                DIVIDES,
-                VECTOR,
-            )
-            total += tl.where(own, scores, 0.0)
-        # The last elements, one by one, and then the lanes.
-        last = tl.zeros([BLOCKS], dtype=tl.float64)
-        for column in range(WIDTH // 4 * 4, WIDTH):
-            last += _elements(
-                job,
-                first,
-                block * WIDTH + column,
-                known,
-                of_blocks,
-                TYPE,
-                WIDTH,
-                ABSOLUTE,
-                OF_ELEMENTS,
-                TOTAL_TYPE,
-                DIVIDES,
-                VECTOR,
-            )
-        # The lanes are four accumulators of four.
-        parts = tl.permute(tl.reshape(total, [BLOCKS, 4, 4]), [0, 2, 1])
-        none = tl.zeros([BLOCKS * 4], dtype=tl.float64)
-        sums = _in_turn(last, _in_turn(none, parts, BLOCKS * 4), BLOCKS)
+        sums = _wide_sums(
+            job,
+            first,
+            block,
+            known,
+            at,
+            inside,
+            value,
+            of_blocks,
+            TYPE,
+            WIDTH,
+            BLOCKS,
+            LANES,
+            ABSOLUTE,
+            OF_ELEMENTS,
+            TOTAL_TYPE,
+            DIVIDES,
+            VECTOR,
+        )
     # The same for a power of two, without a division.
     mean = sums * (1.0 / WIDTH) if WIDTH & (WIDTH - 1) == 0 else sums / WIDTH
     bits = mean.to(tl.float32).to(tl.int32, bitcast=True)
