@@ -190,8 +190,14 @@ def _one_launch(tensors: Mapping[int, Tensor], features: Sequence[int]) -> Any:
     """Return the kernel for tensors of tables with an element for each row; None where there is no
     kernel, or the tensors have several types."""
     kinds = {(each.device, each.dtype) for each in tensors.values()}
-    kernels = kernels_on(next(iter(kinds))[0]) if len(kinds) == 1 else None
-    return None if kernels is None else kernels.TritonLookups(list(map(tensors.get, features)))
+    if len(kinds) != 1:
+        return None
+    [(device, _)] = kinds
+    kernels = kernels_on(device)
+    if kernels is None:
+        return None
+    # None for the features of other tables.
+    return kernels.TritonLookups([tensors.get(table) for table in features])
 
 
 class CountedLookups:
