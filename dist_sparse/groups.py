@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_sparse.checks import digest, encode, number
+from dist_sparse.checks import Json, digest, encode, number
 from dist_sparse.group_names import named_by_ranks
 from dist_sparse.kept_buffers import KeptBuffers
 from dist_sparse.messages import (
@@ -39,8 +39,6 @@ from dist_sparse.messages import (
 
 # The functions for users. The rest of the package calls the others.
 __all__ = ["Traffic", "reset_traffic", "set_timeout", "traffic"]
-
-Json = Any
 
 
 @dataclass(frozen=True)

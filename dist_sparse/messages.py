@@ -7,9 +7,6 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
 
-Json = Any
-
-
 # Faults in a message; the rest are counted.
 MOST_SHOWN = 3
 _LONGEST_ERROR = 1000
@@ -41,7 +38,7 @@ def explain_actions(ranks: Sequence[int], actions: Sequence[str]) -> str:
 
 
 def explain_facts(
-    ranks: Sequence[int], action: str, keys: Sequence[str], values: Sequence[Mapping[str, Json]]
+    ranks: Sequence[int], action: str, keys: Sequence[str], values: Sequence[Mapping[str, Any]]
 ) -> str:
     """Return for each differing key both values, from where they differ: each rank's against the
     lowest rank's.
@@ -70,7 +67,7 @@ def _ranks_by(ranks: Sequence[int], values: Sequence[Any]) -> dict[Any, list[int
     return found
 
 
-def _difference(key: str, ours: Json, theirs: Json) -> tuple[str, str, str]:
+def _difference(key: str, ours: Any, theirs: Any) -> tuple[str, str, str]:
     """Return the path to an entry of two mappings, or to its first inner entry that differs, and
     both texts, from shortly before the first difference."""
     one, other = ours.get(key, "nothing"), theirs.get(key, "nothing")

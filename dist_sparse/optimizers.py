@@ -170,7 +170,7 @@ _MOMENTS: Mapping[type[Optimizer], tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Record:
+class LookupRecord:
     """The rows of a shard that a gradient has reached, by the state of its optimizer.
 
     A row that was looked up only with gradients of 0 counts as untouched.
@@ -216,12 +216,12 @@ class Record:
 
 
 # For a shard or a table: a record, or the reason why it is unknown which rows were touched.
-Known = Record | str
+Known = LookupRecord | str
 
 
 def records(
     model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None
-) -> dict[str, list[Record] | str]:
+) -> dict[str, list[LookupRecord] | str]:
     """Return for each table a record of each of this rank's shards, in their order, or the reason
     why it is unknown which rows were touched. Local: another rank may know less about its shards.
 
@@ -259,7 +259,7 @@ def records(
     return {data.name: records_of(data, by_address) for data in located}
 
 
-def records_of(data: ShardedData, by_address: Mapping[int, Known]) -> list[Record] | str:
+def records_of(data: ShardedData, by_address: Mapping[int, Known]) -> list[LookupRecord] | str:
     """Return the record of each of this rank's shards of a table, or the reason why one is
     unknown."""
     of_shards = []
@@ -271,7 +271,7 @@ def records_of(data: ShardedData, by_address: Mapping[int, Known]) -> list[Recor
     return of_shards
 
 
-def read_rows(data: ShardedData, of_shards: Sequence[Record]) -> dict[Rect, Tensor]:
+def read_rows(data: ShardedData, of_shards: Sequence[LookupRecord]) -> dict[Rect, Tensor]:
     """Return which rows of each of this rank's shards count as read: bool ``(rows,)``. A gradient
     has reached them, or they are the row of a ``padding_idx`` that is not zeros."""
     found = {}
@@ -291,7 +291,7 @@ def fused_records(batch: TableBatch) -> dict[int, Known]:
     for weight, states in zip(batch.weights(), batch.states(), strict=True):
         found[weight.data_ptr()] = "its fused optimizer keeps no state of rows"
         if states:
-            found[weight.data_ptr()] = Record(
+            found[weight.data_ptr()] = LookupRecord(
                 rows=len(weight),
                 states=(states[0],) if batch.is_adagrad else tuple(states),
                 is_sum=batch.is_adagrad,
@@ -327,7 +327,7 @@ def _joined(of_each: Sequence[Known]) -> Known:
     count: it may never step the weight."""
     if not of_each:
         return "no optimizer that was given steps it"
-    known = [record for record in of_each if isinstance(record, Record)]
+    known = [record for record in of_each if isinstance(record, LookupRecord)]
     # None for those that do not count.
     stepped = [record for record in known if record.count_steps() != 0]
     if not stepped:
@@ -338,9 +338,9 @@ def _joined(of_each: Sequence[Known]) -> Known:
     return _sum_of(stepped)
 
 
-def _sum_of(records: Sequence[Record]) -> Record:
+def _sum_of(records: Sequence[LookupRecord]) -> LookupRecord:
     """Return the record of a weight that several optimizers step. Each has seen its own steps."""
-    return Record(
+    return LookupRecord(
         rows=records[0].rows,
         states=tuple(chain.from_iterable(record.states for record in records)),
         is_sum=False,
@@ -367,7 +367,7 @@ def record_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> Known:
     if "exp_avg" not in names and state[names[0]][0].dtype == torch.float16:
         return f"the state of {kind} is float16, where squares of small gradients are 0"
     steps = optimizer.state[parameter].get("step")
-    return Record(
+    return LookupRecord(
         rows=len(weight),
         states=tuple(state[name][0] for name in names),
         is_sum=is_sum,
@@ -399,9 +399,9 @@ def _rewrites(optimizer: Optimizer, parameter: Tensor) -> str | None:
     return None
 
 
-def _untouched(weight: Tensor) -> Record:
+def _untouched(weight: Tensor) -> LookupRecord:
     """Return the record of a shard that no gradient has reached."""
-    return Record(
+    return LookupRecord(
         rows=len(weight),
         states=(torch.zeros(len(weight), device=weight.device),),
         is_sum=True,

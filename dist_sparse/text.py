@@ -226,11 +226,11 @@ def duration(seconds: float) -> str:
 
 
 # Advances a progress bar by a number of units.
-Bar = Callable[[float], object]
+Advance = Callable[[float], object]
 
 
 @contextmanager
-def progress(what: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Bar]:
+def progress(what: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Advance]:
     """Yield a function that advances a progress bar. The bar is drawn on a terminal only, and if
     tqdm is installed."""
     if importlib.util.find_spec("tqdm") is None:

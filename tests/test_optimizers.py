@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import Advanced, plan, sparsify
-from dist_sparse.optimizers import Record, records
+from dist_sparse.optimizers import LookupRecord, records
 from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import build, cells, gathered
 from tests.dist.plugin import on_ranks
@@ -234,7 +234,7 @@ def test_the_optimizer_that_has_a_record_counts() -> None:
     model, optimizer = trained(torch.optim.Adam)
     idle = torch.optim.SGD(model.parameters(), lr=0.1)
     for order in ([optimizer, idle], [idle, optimizer], {"a": optimizer, "b": idle}):
-        assert isinstance(known(model, order)[0], Record)
+        assert isinstance(known(model, order)[0], LookupRecord)
     assert known(model, None) == "no optimizer that was given steps it"
 
 

@@ -27,9 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import checks
 from dist_sparse.checkpoint.state import (
-    Json,
+    NamedTensors,
     OptimizerState,
-    Tensors,
     as_json,
     filled,
     gathered,
@@ -46,7 +45,7 @@ from dist_sparse.text import number_of, size, table_lines
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from dist_sparse.checkpoint.storage import Entry
+    from dist_sparse.checkpoint.storage import FileFacts
 
     # An object with masks and schedules, or a dict of several.
     Sparse = Stateful | Mapping[str, Stateful] | None
@@ -66,7 +65,7 @@ class Resumed:
     """
 
     step: int
-    extra: Json
+    extra: checks.Json
     path: str
     rng: bool
     merged: tuple[str, ...] = ()
@@ -114,9 +113,9 @@ class Checkpoints:
         self.keep = checks.integer("keep", keep, least=1)
         self.every = checks.integer("every", every, least=1)
         # Not at the top: it loads DCP, which torch itself does not.
-        from dist_sparse.checkpoint.storage import Folders
+        from dist_sparse.checkpoint.storage import StepFolders
 
-        self._folders = Folders(root)
+        self._folders = StepFolders(root)
 
     @property
     def root(self) -> str:
@@ -134,7 +133,7 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Optimizers | None = None,
         sparse: Sparse = None,
-        extra: Json = None,
+        extra: checks.Json = None,
         force: bool = False,
     ) -> bool:
         """Save a checkpoint. Collective; local at steps where nothing is saved.
@@ -176,7 +175,7 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Optimizers | None = None,
         sparse: Sparse = None,
-        extra: Json = None,
+        extra: checks.Json = None,
         force: bool = False,
     ) -> bool:
         """Like :meth:`save`, but return once everything is copied to memory, and write it in a
@@ -253,9 +252,9 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Any,
         sparse: Any,
-        extra: Json,
+        extra: checks.Json,
         staged: bool = False,
-    ) -> tuple[Tensors, dict[str, Json], Json]:
+    ) -> tuple[NamedTensors, dict[str, checks.Json], checks.Json]:
         """Wait for the previous save; return the tensors, values and optimizer state of this
         rank."""
         from dist_sparse.checkpoint.storage import copied
@@ -284,7 +283,13 @@ class Checkpoints:
                 self._thread.submit(int)
         return tensors, {"state": values, "extra": extra}, described
 
-    def _write(self, step: int, tensors: Tensors, values: dict[str, Json], described: Json) -> None:
+    def _write(
+        self,
+        step: int,
+        tensors: NamedTensors,
+        values: dict[str, checks.Json],
+        described: checks.Json,
+    ) -> None:
         group, folders = self._group(), self._folders
         with group.agreeing("save()"):
             if group.rank == 0:
@@ -294,7 +299,7 @@ class Checkpoints:
         try:
             written = folders.save_tensors(step, tensors, group.process_group)
             # The all-gather is also the barrier: now every rank has written and hashed its files.
-            files: dict[str, Entry] = dict(ChainMap(*group.all_gather_json(written)))
+            files: dict[str, FileFacts] = dict(ChainMap(*group.all_gather_json(written)))
             with group.agreeing("save()"):
                 if group.rank == 0:
                     folders.commit(step, group.size, files, values)
@@ -471,7 +476,7 @@ def _prepared(
     return commits
 
 
-def _rng() -> Tensors:
+def _rng() -> NamedTensors:
     """Return the state of this rank's random number generators."""
     rank = world_rank()
     found = {f"rng.cpu.{rank}": torch.get_rng_state()}
@@ -480,7 +485,7 @@ def _rng() -> Tensors:
     return found
 
 
-def _generators(states: Tensors) -> list[Callable[[], object]]:
+def _generators(states: NamedTensors) -> list[Callable[[], object]]:
     """Return the functions that set the generators of :func:`_rng`.
 
     Raises:
@@ -518,16 +523,16 @@ def summary(path: str | os.PathLike[str]) -> str:
         ValueError: there is no checkpoint, or a file is missing or damaged; names it. If there are
             several checkpoints, only their markers are read.
     """
-    from dist_sparse.checkpoint.storage import Folders, step_of
+    from dist_sparse.checkpoint.storage import StepFolders, step_of
 
     step = step_of(path)
     if step is None:
-        folders = Folders(path)
+        folders = StepFolders(path)
         markers = map(folders.read, folders.steps())
         rows = [(str(each.step), str(each.world), size(each.bytes)) for each in markers]
         lines = table_lines(("step", "ranks", "size"), rows, right={0, 1, 2})
         return "\n".join([folders.root, *lines])
-    folders = Folders(os.path.dirname(os.path.abspath(path)))
+    folders = StepFolders(os.path.dirname(os.path.abspath(path)))
     if step not in folders.steps():
         raise ValueError(
             f"{folders.root} holds no checkpoint of step {step}; a folder without its marker is of"

@@ -25,13 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dist_sparse.checks import integer, number
+from dist_sparse.checks import Json, integer, number
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.modules import torchrec_port
 
-Json = Any
-Tensors = dict[str, Tensor]
-Change = Callable[[], object]
+NamedTensors = dict[str, Tensor]
+Apply = Callable[[], object]
 
 _PREFIX = "optimizer."
 _UNCUT = [0]
@@ -50,7 +49,7 @@ def quiet() -> Iterator[None]:
 # Trees of nested dicts
 
 
-def split(trees: Mapping[str, object]) -> tuple[Tensors, dict[str, Json]]:
+def split(trees: Mapping[str, object]) -> tuple[NamedTensors, dict[str, Json]]:
     """Return the tensors and the values of trees, by dotted key.
 
     Args:
@@ -59,7 +58,7 @@ def split(trees: Mapping[str, object]) -> tuple[Tensors, dict[str, Json]]:
     Raises:
         ValueError: a value can't be JSON, or two entries have the same key; names the key.
     """
-    tensors: Tensors = {}
+    tensors: NamedTensors = {}
     values: dict[str, Json] = {}
     taken = ChainMap[str, Any](tensors, values)
     for key, tree in trees.items():
@@ -147,7 +146,7 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
-        self.tensors: Tensors = {}
+        self.tensors: NamedTensors = {}
         self._scalars: dict[str, dict[str, Json]] = {}
         # The first column of each column cut of row-wise state, ascending, by the tensor's key.
         self._cuts: dict[str, list[int]] = {}
@@ -230,7 +229,7 @@ class OptimizerState:
 
     def prepare_load(
         self, tensors: Mapping[str, Any], saved: Json, merge: bool
-    ) -> tuple[Tensors, list[Change], list[str]]:
+    ) -> tuple[NamedTensors, list[Apply], list[str]]:
         """Return the tensors to load into, functions that set everything else, and the keys of
         row-wise state that these functions merge. Nothing changes before they are called.
 
@@ -305,11 +304,11 @@ class OptimizerState:
 
     def _merged(
         self, tensors: Mapping[str, Any], cuts: Json, merge: bool
-    ) -> tuple[Tensors, list[Change]]:
+    ) -> tuple[NamedTensors, list[Apply]]:
         """Return the tensors to load for row-wise state that was saved with different cuts, and the
         functions that merge them."""
-        targets: Tensors = {}
-        changes: list[Change] = []
+        targets: NamedTensors = {}
+        changes: list[Apply] = []
         for path in sorted(self._cuts.keys() & tensors.keys()):
             # Sizes do not tell: the same number of cuts at different columns has the same size.
             before, now = cuts.get(path, _UNCUT), self._cuts[path]
@@ -326,9 +325,9 @@ class OptimizerState:
             changes.append(change)
         return targets, changes
 
-    def _missing_state(self, tensors: Mapping[str, Any]) -> Tensors:
+    def _missing_state(self, tensors: Mapping[str, Any]) -> NamedTensors:
         """Return tensors to load into, for parameters that have saved state and none here yet."""
-        fresh: Tensors = {}
+        fresh: NamedTensors = {}
         for path, saved in tensors.items():
             stepped = self._params.get(_key_and_name(path)[0])
             if not path.startswith(_PREFIX) or stepped is None or stepped.state:
@@ -442,7 +441,7 @@ def _column_cuts(path: str, value: Tensor, param: Any) -> dict[str, list[int]]:
 
 def merging(
     state: Any, shape: Sequence[int], before: Sequence[int], now: Sequence[int]
-) -> tuple[ChunkedTensor, Change]:
+) -> tuple[ChunkedTensor, Apply]:
     """Return a tensor to load row-wise optimizer state into that was saved with other column cuts,
     and a function that merges it into ``state``.
 

@@ -48,7 +48,7 @@ from dist_sparse.messages import cut
 from dist_sparse.tables.chunked import ChunkedTensor
 
 # The number of bytes of a file, and their CRC32.
-Entry = tuple[int, int]
+FileFacts = tuple[int, int]
 
 FORMAT = "dist_sparse.checkpoint"
 VERSION = 1
@@ -88,7 +88,7 @@ class Marker:
 
     step: int
     world: int
-    files: Mapping[str, Entry]
+    files: Mapping[str, FileFacts]
 
     @property
     def bytes(self) -> int:
@@ -96,7 +96,7 @@ class Marker:
         return sum(length for length, _ in self.files.values())
 
 
-class Folders:
+class StepFolders:
     """The checkpoints in one folder.
 
     Args:
@@ -174,7 +174,7 @@ class Folders:
         self.delete(step)
 
     def commit(
-        self, step: int, world: int, files: Mapping[str, Entry], values: Mapping[str, Any]
+        self, step: int, world: int, files: Mapping[str, FileFacts], values: Mapping[str, Any]
     ) -> None:
         """Write the values and then the marker, which lists them too, of a folder whose other files
         are on disk.
@@ -213,7 +213,7 @@ class Folders:
         """
         path = f"{self.path(step)}/{MARKER}"
         self._refuse_irregular(path)
-        files: dict[str, Entry] = {}
+        files: dict[str, FileFacts] = {}
         with self._reading(path) as stream:
             # A longer marker is cut here, so its CRC32 does not match.
             entries = unsealed(stream.read(_LONGEST).decode(), FORMAT, VERSION)
@@ -264,7 +264,7 @@ class Folders:
 
     def save_tensors(
         self, step: int, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
-    ) -> dict[str, Entry]:
+    ) -> dict[str, FileFacts]:
         """Write tensors through DCP. Collective over ``group``; without a group, this process
         writes alone.
 
@@ -401,7 +401,7 @@ class Folders:
             raise ValueError(f"{folder} is refused: it must be a folder, not a link.")
         return True
 
-    def _write(self, path: str, text: str) -> Entry:
+    def _write(self, path: str, text: str) -> FileFacts:
         data, unfinished = text.encode(), f"{path}.tmp"
         with _naming_errors(unfinished), self.files.create_stream(unfinished, "wb") as stream:
             stream.write(data)
@@ -427,7 +427,7 @@ class Folders:
             sync_folder(path)
 
 
-def _read_crc(files: Any, path: Any, most: float = math.inf) -> Entry:
+def _read_crc(files: Any, path: Any, most: float = math.inf) -> FileFacts:
     """Return the size of a file and its CRC32. Reading stops once there are more than ``most``
     bytes."""
     length, crc = 0, 0
@@ -585,7 +585,7 @@ class Writer(filesystem.FileSystemWriter):
     def __init__(self, folder: str, files: Any) -> None:
         super().__init__(folder)
         self.fs, self.path = files, files.init_path(folder)
-        self.written: dict[str, Entry] = {}
+        self.written: dict[str, FileFacts] = {}
 
     def storage_meta(self) -> dcp.StorageMeta:
         # DCP's own metadata would store a path of this machine.

@@ -10,8 +10,7 @@ put in place on all ranks, or none on any. Then the old tables are released, whi
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Collection as AnyCollection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -44,7 +43,7 @@ from dist_sparse.tables.modules import (
     torchrec_port,
     weight_name,
 )
-from dist_sparse.tables.protocols import Collection, Replacement
+from dist_sparse.tables.protocols import Replacement, TableCollection
 
 # Sites
 
@@ -198,12 +197,12 @@ class CollectionSite(_Site):
     padding_id: ClassVar = None
 
     @property
-    def collection(self) -> Collection:
+    def collection(self) -> TableCollection:
         """The collection as it is now."""
         return collection_of(self.module)
 
     @property
-    def whole(self) -> Collection | CompactCollection:
+    def whole(self) -> TableCollection | CompactCollection:
         """The collection that takes the ids of the original tables."""
         return self.collection
 
@@ -323,7 +322,7 @@ def sites_of(model: nn.Module) -> Iterator[Site]:
 Place = tuple[nn.Module, str, Any]
 
 
-def places_of(root: nn.Module, modules: AnyCollection[nn.Module]) -> list[Place]:
+def places_of(root: nn.Module, modules: Collection[nn.Module]) -> list[Place]:
     """Return all places of ``modules`` in ``root``. A module may have several."""
     return [
         (holder, name, child)

@@ -43,7 +43,7 @@ from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.shards import Rect
 
 
-class Place(NamedTuple):
+class MaskPlace(NamedTuple):
     """The mask of a shard: the registered name of its table, and the shard's number in it."""
 
     name: str
@@ -223,7 +223,7 @@ class ShardTarget(Target):
     """
 
     tables: PackedStore
-    place: Place
+    place: MaskPlace
 
     def held(self) -> Held:
         """Return the current mask and counts of the shard."""
@@ -489,7 +489,7 @@ def _sample(
 def packed_targets(
     tables: PackedStore,
     modules: Iterable[nn.Module],
-    shards: Mapping[Place, Tensor],
+    shards: Mapping[MaskPlace, Tensor],
 ) -> Iterator[Target]:
     """Yield shards that no fused optimizer writes.
 

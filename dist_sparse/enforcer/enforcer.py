@@ -25,7 +25,7 @@ from dist_sparse.checks import choice
 from dist_sparse.enforcer import Clock, Hook, Hooks, Wrapped, timed
 from dist_sparse.enforcer.dense import (
     DenseWeights,
-    Place,
+    MaskPlace,
     WeightState,
     model_of,
     packed_targets,
@@ -63,12 +63,12 @@ class Walked:
         return [*chain.from_iterable(by_path.items() for by_path in self.modules.values())]
 
     @cached_property
-    def shards(self) -> dict[Place, Tensor]:
+    def shards(self) -> dict[MaskPlace, Tensor]:
         """This rank's shards by the places of their masks."""
         found = {}
         for name, data in self.located.items():
             for number, shard in enumerate(data.shards):
-                found[Place(name, number)] = shard.tensor
+                found[MaskPlace(name, number)] = shard.tensor
         return found
 
 
@@ -438,8 +438,8 @@ class MaskEnforcer(Enforcer):
             state.reset_removed()
 
     def _fused_tables(
-        self, collections: Iterable[nn.Module], shards: Mapping[Place, Tensor]
-    ) -> dict[TableBatchHooks, dict[int, Place]]:
+        self, collections: Iterable[nn.Module], shards: Mapping[MaskPlace, Tensor]
+    ) -> dict[TableBatchHooks, dict[int, MaskPlace]]:
         """Return the hooks of each batch with registered tables, and the places of the tables'
         masks, by number in the batch. Batches without registered tables get no hooks."""
         # A batch that is still in use keeps its dirty rows and its pending backwards.

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.enforcer import Clock, Hook, Hooks, timed
-from dist_sparse.enforcer.dense import Place, WeightState
+from dist_sparse.enforcer.dense import MaskPlace, WeightState
 from dist_sparse.enforcer.rows import (
     CountedLookups,
     Ends,
@@ -143,7 +143,7 @@ class TableBatchHooks:
         # Lookups whose backward has not run yet.
         self._pending = batch.pending
         # Where the store has the masks of registered tables.
-        self._places: Mapping[int, Place] = {}
+        self._places: Mapping[int, MaskPlace] = {}
         # The weights and masks of registered tables, as _read_masks() found them, and what
         # identifies that state: a key of the masks, then the addresses of the weights.
         self._masked: dict[int, MaskedShard] = {}
@@ -203,7 +203,7 @@ class TableBatchHooks:
         self._hooks.remove()
         self._siblings.discard(self)
 
-    def moved_to(self, places: Mapping[int, Place]) -> None:
+    def moved_to(self, places: Mapping[int, MaskPlace]) -> None:
         """From now on read the masks from different places; dirty rows stay dirty."""
         self._places = places
         self._masked_key = ()

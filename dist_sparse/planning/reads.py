@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dist_sparse.compaction.moving import gather_rows, on_all_ranks
 from dist_sparse.groups import world_group
 from dist_sparse.ids.share import Share, share_of
-from dist_sparse.optimizers import Record, read_rows, records
+from dist_sparse.optimizers import LookupRecord, read_rows, records
 from dist_sparse.tables.initial import Unread, doubt_about, trained_text
 from dist_sparse.tables.shards import Rect, ShardedData
 
@@ -121,7 +121,7 @@ def unread_share(
     return share_of("plan()", located, on_all_ranks(tables, reads.read), batches, True)
 
 
-def _local_reads(data: ShardedData, known: list[Record] | str) -> _Local:
+def _local_reads(data: ShardedData, known: list[LookupRecord] | str) -> _Local:
     """Return what this rank knows of the rows of its shards of a table."""
     if isinstance(known, str):
         return known
@@ -150,7 +150,7 @@ def _local_reads(data: ShardedData, known: list[Record] | str) -> _Local:
 
 def _count_rows(
     tables: Sequence[ShardedData],
-    found: Mapping[str, list[Record] | str],
+    found: Mapping[str, list[LookupRecord] | str],
     by_table: Mapping[str, Sequence[Any]],
     result: RowsByReads,
 ) -> None:

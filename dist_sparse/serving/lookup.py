@@ -72,7 +72,7 @@ class StoredTable:
 
 
 # The tables of a lookup, by name.
-StoredTables = Mapping[str, StoredTable]
+TablesByName = Mapping[str, StoredTable]
 
 
 class JaggedRows(NamedTuple):
@@ -123,7 +123,7 @@ class WeightsRule(NamedTuple):
         return check_weights(ids, weights, self.is_needed, self.refusal)
 
 
-def weights_rule(collection: Collection, tables: StoredTables) -> WeightsRule:
+def weights_rule(collection: Collection, tables: TablesByName) -> WeightsRule:
     """Return what a collection does with weights: what training did, or a refusal."""
     refusal = ""
     was = f"Collection {collection.path!r} takes no weights:"
@@ -153,7 +153,7 @@ class RowLookup(nn.Module):
 
     mean_columns: Tensor
 
-    def __init__(self, tables: StoredTables, features: Sequence[str]) -> None:
+    def __init__(self, tables: TablesByName, features: Sequence[str]) -> None:
         super().__init__()
         entries = [tables[name].entry for name in features]
         self.dims = [entry.dim for entry in entries]
@@ -205,7 +205,7 @@ class RowLookup(nn.Module):
         :meth:`Table.layout`."""
         raise NotImplementedError
 
-    def _fill(self, tables: StoredTables) -> None:
+    def _fill(self, tables: TablesByName) -> None:
         """Copy the rows of the tables into the buffers."""
         for name, table in tables.items():
             for key, target in self.stored(name).items():
@@ -219,7 +219,7 @@ class FbgemmLookup(RowLookup):
 
     weights: Tensor
 
-    def __init__(self, tables: StoredTables, features: Sequence[str]) -> None:
+    def __init__(self, tables: TablesByName, features: Sequence[str]) -> None:
         super().__init__(tables, features)
         # The first byte, the capacity, and the bytes of a row of each table.
         self._shapes: dict[str, tuple[int, int, int]] = {}
@@ -266,7 +266,7 @@ class LibtorchLookup(RowLookup):
     Sums of float32 rows equal the sums of ``torch.nn.EmbeddingBag``.
     """
 
-    def __init__(self, tables: StoredTables, features: Sequence[str]) -> None:
+    def __init__(self, tables: TablesByName, features: Sequence[str]) -> None:
         super().__init__(tables, features)
         # Tables whose rows have the same columns and codes share a tensor.
         by_shape: dict[tuple[int, int | None], list[str]] = {}
@@ -312,7 +312,7 @@ class _Group(nn.Module):
     book_starts: Tensor
 
     def __init__(
-        self, tables: StoredTables, members: Sequence[str], features: Sequence[str]
+        self, tables: TablesByName, members: Sequence[str], features: Sequence[str]
     ) -> None:
         super().__init__()
         self.count = 0
@@ -402,7 +402,7 @@ def _of_features(by_table: Mapping[str, int], features: Sequence[str], default: 
 # the entries of books and the steps of a grid exactly.
 
 
-def to_fbgemm(collection: Collection, tables: StoredTables) -> nn.Module:
+def to_fbgemm(collection: Collection, tables: TablesByName) -> nn.Module:
     """See :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
     from dist_sparse.torchrec.kernels import table_batch
 
@@ -423,7 +423,7 @@ def to_fbgemm(collection: Collection, tables: StoredTables) -> nn.Module:
 
 
 def to_torchrec(
-    collection: Collection, tables: StoredTables, index: RowIndexes
+    collection: Collection, tables: TablesByName, index: RowIndexes
 ) -> QuantizedCollection:
     """See :meth:`dist_sparse.serving.served.Served.to_torchrec`."""
     from dist_sparse.torchrec.kernels import bag_collection

@@ -26,7 +26,7 @@ FORMAT = "dist_sparse.serving"
 VERSION = 4
 TABLES = "tables.safetensors"
 
-Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
+CollectionKind = Literal["bag", "sequence", "embedding_bag", "embedding"]
 Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
 # The dtype and the shape of a tensor.
@@ -65,7 +65,7 @@ class Collection:
     """
 
     path: str
-    kind: Kind
+    kind: CollectionKind
     weighted: bool | Literal["optional"] = False
     include_last_offset: bool = False
     tables: tuple[str, ...]
@@ -301,7 +301,7 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
 def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collection:
     features = tuple(Feature(**feature) for feature in entry["features"])
     found = Collection(**{**entry, "tables": tuple(entry["tables"]), "features": features})
-    choice("kind", found.kind, get_args(Kind))
+    choice("kind", found.kind, get_args(CollectionKind))
     if not isinstance(found.weighted, bool) and found.weighted != "optional":
         raise ValueError(f"Invalid weighted={found.weighted!r} of {found.path!r}")
     # A lookup is built from the tables of its own collection only.

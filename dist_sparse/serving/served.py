@@ -44,7 +44,7 @@ from dist_sparse.serving.lookup import (
     QuantizedCollection,
     RowLookup,
     StoredTable,
-    StoredTables,
+    TablesByName,
     to_fbgemm,
     to_torchrec,
     weights_rule,
@@ -76,7 +76,7 @@ class ServedLookup(nn.Module):
 
     def __init__(
         self,
-        tables: StoredTables,
+        tables: TablesByName,
         collection: Collection,
         fbgemm: bool,
         unknown: str,
@@ -96,7 +96,7 @@ class ServedLookup(nn.Module):
         self.weights_rule = weights_rule(collection, tables)
         self._set_tables(tables)
 
-    def _set_tables(self, tables: StoredTables) -> None:
+    def _set_tables(self, tables: TablesByName) -> None:
         """Remember what :meth:`tables` can't read back from the modules."""
         # self.row_lookup and self.index have copied rows and indexes. A reference to the originals
         # would keep them in memory a second time, so an index of no rows takes their place.
@@ -105,7 +105,7 @@ class ServedLookup(nn.Module):
             name: replace(table, rows={}, index=no_index) for name, table in tables.items()
         }
 
-    def _build_index(self, tables: StoredTables) -> RowIndexes:
+    def _build_index(self, tables: TablesByName) -> RowIndexes:
         names = list(tables)
         return RowIndexes(
             # If no row was removed, ids are row numbers.
@@ -117,7 +117,7 @@ class ServedLookup(nn.Module):
             [names.index(name) for name in self._names],
         )
 
-    def _build_row_lookup(self, tables: StoredTables) -> RowLookup:
+    def _build_row_lookup(self, tables: TablesByName) -> RowLookup:
         # One FBGEMM call reads all tables, so a single table without a kernel rules it out.
         uses_fbgemm = self._fbgemm and all(table.has_kernel for table in tables.values())
         lookup_class = FbgemmLookup if uses_fbgemm else LibtorchLookup

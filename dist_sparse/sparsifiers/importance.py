@@ -15,7 +15,7 @@ from dist_sparse import checks
 from dist_sparse.groups import Facts
 from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import ByTotals, Measure, RowTotals, element_scores, squares_times
-from dist_sparse.optimizers import Known, Record, read_rows, records_of
+from dist_sparse.optimizers import Known, LookupRecord, read_rows, records_of
 from dist_sparse.sparsifiers.dense_store import Configs
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, RowScoring, Scope
@@ -310,7 +310,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 unknown.append(name)
         return unknown
 
-    def _records(self, data: ShardedData) -> list[Record] | str:
+    def _records(self, data: ShardedData) -> list[LookupRecord] | str:
         """Return a record of each of this rank's shards of a table, by which the level
         ``"untouched"`` selects, or the reason why one is unknown."""
         if self.scored_by != "accumulator" or self.masks.enforcer is None:

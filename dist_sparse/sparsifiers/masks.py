@@ -25,7 +25,7 @@ from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.device import on_host
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask, bit_total
-from dist_sparse.optimizers import Record
+from dist_sparse.optimizers import LookupRecord
 from dist_sparse.records import MaskChange, StepRecord, TableStats
 from dist_sparse.sparsifiers.dense_store import Configs, DenseStore, as_matrix
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
@@ -56,7 +56,7 @@ class Enforcer:
         ``(rows,)`` or ``(rows, 1)``."""
         return {}
 
-    def records(self) -> dict[int, Record | str]:
+    def records(self) -> dict[int, LookupRecord | str]:
         """Return which rows of each registered weight a gradient has reached, as the state of its
         optimizer tells, or why that is unknown, by the address of the weights."""
         return {}

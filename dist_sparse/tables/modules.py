@@ -25,8 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from dist_sparse.checks import name_list
 from dist_sparse.groups import several
-from dist_sparse.tables.protocols import Collection as TableCollection
-from dist_sparse.tables.protocols import TableBatch, TorchRecPort
+from dist_sparse.tables.protocols import TableBatch, TableCollection, TorchRecPort
 from dist_sparse.tables.shards import (
     Rect,
     Shard,

@@ -2,7 +2,7 @@
 
 Implemented in :mod:`dist_sparse.torchrec`, which :func:`~dist_sparse.tables.modules.torchrec_port`
 returns. These types need torch alone. A TorchRec model replaces what is below a collection when it
-is resharded, so a :class:`Collection` or :class:`TableBatch` is read again where it is needed.
+is resharded, so a :class:`TableCollection` or :class:`TableBatch` is read again where it is needed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence, Set
@@ -122,7 +122,7 @@ class TableBatch(LookupKernel, Protocol):
 
 
 # One protocol for both kinds: the same code compacts and exports them.
-class Collection(Protocol):
+class TableCollection(Protocol):
     """A collection of tables, sharded or not.
 
     Attributes:
@@ -197,7 +197,7 @@ class TorchRecPort(Protocol):
     """What the package needs of TorchRec. Functions accept modules of other libraries too, and say
     what they return for them."""
 
-    def collection(self, module: nn.Module) -> Collection | None:
+    def collection(self, module: nn.Module) -> TableCollection | None:
         """Return a collection as it is now, None for another module."""
 
     def refusal(self, module: nn.Module) -> str | None:

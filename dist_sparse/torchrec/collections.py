@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import refuse
 from dist_sparse.groups import several
-from dist_sparse.tables.protocols import Collection, KeptOf, TableConfig
+from dist_sparse.tables.protocols import KeptOf, TableCollection, TableConfig
 from dist_sparse.tables.shards import (
     CACHED,
     FUSED,
@@ -143,7 +143,7 @@ def lookups(module: nn.Module) -> list[nn.Module]:
     return list(module._lookups) if isinstance(module, _SHARDED) else []
 
 
-def collection(module: nn.Module) -> Collection | None:
+def collection(module: nn.Module) -> TableCollection | None:
     """Return a collection as it is now, None for another module."""
     if isinstance(module, _SHARDED):
         return ShardedTables(module)
@@ -404,7 +404,7 @@ def _shares(offsets: Tensor, count: int) -> Tensor:
 
 class UnshardedTables:
     """An ``EmbeddingBagCollection`` or ``EmbeddingCollection``: a
-    :class:`~dist_sparse.tables.protocols.Collection`."""
+    :class:`~dist_sparse.tables.protocols.TableCollection`."""
 
     is_sharded = False
 
@@ -532,8 +532,9 @@ class _TableShards:
 
 
 class ShardedTables(UnshardedTables):
-    """A sharded collection at this moment: a :class:`~dist_sparse.tables.protocols.Collection`. It
-    is read when its first table is located, and kept no longer than one walk."""
+    """A sharded collection at this moment: a
+    :class:`~dist_sparse.tables.protocols.TableCollection`. It is read when its first table is
+    located, and kept no longer than one walk."""
 
     is_sharded = True
 

@@ -38,7 +38,7 @@ _IDS = 8
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialTables:
     """A model to try, and its batches.
 
     Args:
@@ -75,7 +75,7 @@ class TrialModel(nn.Module):
         tables: the collection of the tables.
     """
 
-    def __init__(self, trial: Trial, tables: nn.Module) -> None:
+    def __init__(self, trial: TrialTables, tables: nn.Module) -> None:
         super().__init__()
         self.tables = tables
         self.is_sequence = trial.pooling == "NONE"
@@ -94,7 +94,7 @@ class TrialModel(nn.Module):
         return out.square().mean(), out.detach()
 
 
-def trial_model(trial: Trial, device: torch.device) -> DistributedModelParallel:
+def trial_model(trial: TrialTables, device: torch.device) -> DistributedModelParallel:
     """Return a model over all ranks, whose layers are equal on them. Collective.
 
     Args:
@@ -118,7 +118,7 @@ def trial_model(trial: Trial, device: torch.device) -> DistributedModelParallel:
     )
 
 
-def _collection(trial: Trial) -> tuple[nn.Module, Any]:
+def _collection(trial: TrialTables) -> tuple[nn.Module, Any]:
     """Return the unsharded collection, and its sharder."""
     fused: dict[str, Any] = {"optimizer": EmbOptimType[trial.optimizer], "learning_rate": 0.1}
     if trial.kernel == "fused_uvm_caching":
@@ -146,7 +146,7 @@ def _collection(trial: Trial) -> tuple[nn.Module, Any]:
     return collection, EmbeddingBagCollectionSharder(fused_params=fused)
 
 
-def _sharding(trial: Trial, world: int) -> Any:
+def _sharding(trial: TrialTables, world: int) -> Any:
     if trial.sharding == "column_wise":
         return column_wise(ranks=[*range(world)] * 2)
     if trial.sharding == "table_wise":
@@ -162,7 +162,7 @@ def layers_optimizer(model: nn.Module) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(layers, lambda params: torch.optim.SGD(params, lr=0.01))
 
 
-def trial_batch(trial: Trial, seed: int) -> KeyedJaggedTensor:
+def trial_batch(trial: TrialTables, seed: int) -> KeyedJaggedTensor:
     """Return a batch in CPU memory: 64 bags of 8 ids for each table, drawn by ``seed``. If batch
     sizes vary, every second table has 32 bags, each of which two samples share."""
     generator = torch.Generator().manual_seed(seed)

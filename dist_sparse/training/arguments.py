@@ -39,7 +39,7 @@ from dist_sparse.tables.shards import (
 
 Level = float | Literal["untouched"]
 Levels = Level | Mapping[str, Level]
-OptimizerState = Literal["keep", "reset"]
+StateChoice = Literal["keep", "reset"]
 MakeScheduler = Callable[..., schedulers.ReadyDataScheduler]
 Schedule = (
     Literal["constant", "cosine", "cubic", "exponential", "linear", "one_shot"] | MakeScheduler
@@ -172,7 +172,7 @@ class Advanced:
     norm: Norm | None = None
     score: Score | None = None
     dense: bool | str | list[str] | None = None
-    optimizer_state: OptimizerState = "keep"
+    optimizer_state: StateChoice = "keep"
     min_rows: int = 16
     auto_step: bool = False
     rotate: TableRotation | None = None

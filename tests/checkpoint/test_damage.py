@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from dist_sparse.checkpoint.checkpoints import summary
-from dist_sparse.checkpoint.storage import Folders
+from dist_sparse.checkpoint.storage import StepFolders
 from dist_sparse.checks import sealed
 from tests.checkpoint.models import Job, flipped, same
 
@@ -272,5 +272,5 @@ def test_markers_that_say_something_else(
 
 def test_metadata_holds_no_path_of_this_machine(job: Job, tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in (tmp_path / STEP / ".metadata").read_bytes()
-    folders = Folders(tmp_path)
+    folders = StepFolders(tmp_path)
     assert "model.0.weight" in folders.metadata(folders.read(3)).state_dict_metadata

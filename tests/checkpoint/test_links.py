@@ -15,7 +15,7 @@ import pytest
 
 from dist_sparse import Checkpoints
 from dist_sparse.checkpoint.checkpoints import summary
-from dist_sparse.checkpoint.storage import Folders
+from dist_sparse.checkpoint.storage import StepFolders
 from tests.checkpoint.models import Job, same
 
 
@@ -41,9 +41,9 @@ CALLS: dict[str, Callable[[Job], Any]] = {
     "resume": lambda job: job.checkpoints.resume_latest(**job.parts),
     "inspect": lambda job: summary(job.root),
     "inspect of that step": lambda job: summary(job.root / "step-00000003"),
-    "delete": lambda job: Folders(job.root).delete(3),
-    "sweep": lambda job: Folders(job.root).sweep(1),
-    "discard": lambda job: Folders(job.root).discard(3),
+    "delete": lambda job: StepFolders(job.root).delete(3),
+    "sweep": lambda job: StepFolders(job.root).sweep(1),
+    "discard": lambda job: StepFolders(job.root).discard(3),
 }
 
 
@@ -132,13 +132,13 @@ def test_a_link_that_appears_during_a_save_is_a_warning(
     """The new checkpoint is complete by then: the sweep must not fail on one rank alone."""
     job = Job(tmp_path / "root", keep=1)
     job.train(0, 1, save=True)
-    commit = Folders.commit
+    commit = StepFolders.commit
 
-    def linked(self: Folders, *args: Any) -> None:
+    def linked(self: StepFolders, *args: Any) -> None:
         commit(self, *args)
         (tmp_path / "root" / "step-00000007").symlink_to(outside)
 
-    monkeypatch.setattr(Folders, "commit", linked)
+    monkeypatch.setattr(StepFolders, "commit", linked)
     elsewhere = contents(outside)
     job.train(1, 2)
     with pytest.warns(UserWarning, match=r"Old checkpoints can't be deleted: .*step-00000007"):
@@ -189,7 +189,7 @@ def test_an_error_while_a_file_is_read_is_not_damage(
     """Deleting the "damaged" folder would be the advice."""
     job = Job(tmp_path)
     job.train(0, 1, save=True)
-    folders = Folders(tmp_path)
+    folders = StepFolders(tmp_path)
     marker = folders.read(1)
     create_stream = folders.files.create_stream
 
@@ -217,14 +217,14 @@ def test_a_failing_save_does_not_delete_what_another_has_committed(
     job, successor = Job(tmp_path), Job(tmp_path)
     job.train(0, 1)
     successor.train(0, 1)
-    save_tensors = Folders.save_tensors
+    save_tensors = StepFolders.save_tensors
 
-    def overtaken(self: Folders, *args: Any) -> Any:
-        monkeypatch.setattr(Folders, "save_tensors", save_tensors)
+    def overtaken(self: StepFolders, *args: Any) -> Any:
+        monkeypatch.setattr(StepFolders, "save_tensors", save_tensors)
         successor.checkpoints.save(1, **successor.parts)
         raise OSError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr(Folders, "save_tensors", overtaken)
+    monkeypatch.setattr(StepFolders, "save_tensors", overtaken)
     with pytest.raises(OSError, match="No such file"):
         job.checkpoints.save(1, **job.parts)
     assert "whole" in summary(tmp_path / "step-00000001")
@@ -234,15 +234,15 @@ def test_a_save_does_not_replace_the_marker_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, successor = Job(tmp_path), Job(tmp_path)
-    save_tensors = Folders.save_tensors
+    save_tensors = StepFolders.save_tensors
 
-    def overtaken(self: Folders, *args: Any) -> Any:
-        monkeypatch.setattr(Folders, "save_tensors", save_tensors)
+    def overtaken(self: StepFolders, *args: Any) -> Any:
+        monkeypatch.setattr(StepFolders, "save_tensors", save_tensors)
         written = save_tensors(self, *args)
         successor.checkpoints.save(1, **successor.parts)
         return written
 
-    monkeypatch.setattr(Folders, "save_tensors", overtaken)
+    monkeypatch.setattr(StepFolders, "save_tensors", overtaken)
     with pytest.raises(ValueError, match=r"step-00000001 .*another save has committed it"):
         job.checkpoints.save(1, **job.parts)
     assert "whole" in summary(tmp_path / "step-00000001")

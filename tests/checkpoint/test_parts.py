@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dist_sparse import Checkpoints, SparseTraining, sparsify
 from dist_sparse.checkpoint import storage
-from dist_sparse.checkpoint.storage import Folders
+from dist_sparse.checkpoint.storage import StepFolders
 from dist_sparse.checks import sealed
 from dist_sparse.tables.chunked import ChunkedTensor
 from tests.checkpoint.models import Job, same
@@ -248,7 +248,7 @@ def test_a_save_fails_on_every_rank_or_on_none(
     def gone(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("no memory for copies") if at == "copies" else OSError("the disk is gone")
 
-    places = {"prepare": (Folders, "prepare"), "commit": (Folders, "commit")}
+    places = {"prepare": (StepFolders, "prepare"), "commit": (StepFolders, "commit")}
     places |= {"tensors": (storage.Writer, "write_data"), "copies": (storage, "copied")}
     if at in places and rank == (0 if at in ("prepare", "commit") else 1):
         monkeypatch.setattr(*places[at], gone)
@@ -299,7 +299,7 @@ def test_a_resume_fails_on_every_rank_or_on_none(
         del sparse["scheduler"]
     names = {"read": "read", "verify": "verify", "metadata": "metadata"}
     if rank == 1 and at in names:
-        monkeypatch.setattr(Folders, names[at], gone)
+        monkeypatch.setattr(StepFolders, names[at], gone)
     if rank == 1 and at == "masks":
         monkeypatch.setattr(storage.Reader, "read_data", gone)
     started = time.monotonic()

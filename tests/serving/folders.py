@@ -13,7 +13,15 @@ from torch import Tensor
 from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.serving.artifact import ArtifactWriter
 from dist_sparse.serving.encodings import ColumnSpread, Dtype, decode, encode
-from dist_sparse.serving.manifest import Collection, Feature, Kind, Manifest, Pooling, Scale, Table
+from dist_sparse.serving.manifest import (
+    Collection,
+    CollectionKind,
+    Feature,
+    Manifest,
+    Pooling,
+    Scale,
+    Table,
+)
 from tests.serving.stored import put
 
 
@@ -83,7 +91,7 @@ def table(
 
 def write(
     path: Path,
-    *collections: tuple[str, Kind, Sequence[Source]],
+    *collections: tuple[str, CollectionKind, Sequence[Source]],
     weighted: Any = False,
     last: bool = False,
 ) -> Path:

@@ -22,7 +22,7 @@ from dist_sparse.enforcer.fused import lookups_of
 from dist_sparse.serving.books import ENTRIES, gather_entries
 from dist_sparse.serving.sources import refuse_lookup
 from dist_sparse.tables.modules import collection_of, collections_of
-from dist_sparse.tables.protocols import Collection, LookupKernel
+from dist_sparse.tables.protocols import LookupKernel, TableCollection
 from dist_sparse.tables.shards import Rect, Shard, ShardedData
 
 _MODULES = (nn.Embedding, nn.EmbeddingBag, compact.CompactEmbedding, compact.CompactEmbeddingBag)
@@ -177,7 +177,7 @@ class DecodingHooks:
         """Remove the hooks."""
         self._handles.close()
 
-    def _hook_kernel(self, tables: Collection, kernel: LookupKernel) -> None:
+    def _hook_kernel(self, tables: TableCollection, kernel: LookupKernel) -> None:
         weights = kernel.weights()
         shards = [self.places.get((weight.data_ptr(), weight.shape)) for weight in weights]
         coded = [shard for shard in shards if shard is not None]
@@ -238,7 +238,7 @@ def _replace_output(
     return function.apply(output, decoded, commitment)
 
 
-def _refuse_commitment(name: str, tables: Collection, kernel: LookupKernel) -> None:
+def _refuse_commitment(name: str, tables: TableCollection, kernel: LookupKernel) -> None:
     """Refuse lookups whose L2 in a loss is not the L2 of a kernel's output.
 
     Raises:

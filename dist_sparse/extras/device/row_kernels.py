@@ -28,7 +28,7 @@ _FLAGS = 1024
 _COLS = 32
 
 
-class Feature(NamedTuple):
+class Fields(NamedTuple):
     """The kernel's parameters for one feature, in the order in which it reads them. The defaults
     are for a feature whose table is not masked: no columns, and blocks that it can divide by."""
 
@@ -49,7 +49,7 @@ class Feature(NamedTuple):
     flags: int = 0
 
     @classmethod
-    def of(cls, weight: Tensor, mask: Any, flags: Tensor) -> Feature:
+    def of(cls, weight: Tensor, mask: Any, flags: Tensor) -> Fields:
         rect, grid = mask.rect, mask.grid
         row_offset, block_rows = _axis(rect.row, rect.rows, mask.block[0], grid.rows)
         col_offset, block_cols = _axis(rect.col, rect.cols, mask.block[1], grid.cols)
@@ -72,7 +72,7 @@ class Feature(NamedTuple):
         """Whether the sizes of its blocks are powers of two."""
         return self.block_rows.bit_count() == self.block_cols.bit_count() == 1
 
-    def with_logarithms(self) -> Feature:
+    def with_logarithms(self) -> Fields:
         """Return the feature with logarithms of its block sizes, by which the kernel shifts."""
         return self._replace(
             block_rows=self.block_rows.bit_length() - 1, block_cols=self.block_cols.bit_length() - 1
@@ -97,7 +97,7 @@ class TritonRowCleaner:
         self.needed, self._cols = bool(self._alive), 1
         if not self.needed:
             return
-        features = [Feature() if shard is None else Feature.of(*shard) for shard in masked]
+        features = [Fields() if shard is None else Fields.of(*shard) for shard in masked]
         # A division takes many more instructions than a shift, and block sizes are nearly always
         # powers of two. One kernel is launched for all features, so all must allow the shift.
         self._shifts = all(feature.shifts for feature in features)
@@ -109,7 +109,7 @@ class TritonRowCleaner:
         self._rows = ends[-1]
         weight = self._alive[0][0]
         known = sent([*chain(*features, *tables), *ends], weight.device)
-        sizes = [len(Feature._fields) * len(each) for each in (features, tables)]
+        sizes = [len(Fields._fields) * len(each) for each in (features, tables)]
         self._features, self._tables, self._ends = torch.split(known, [*sizes, len(ends)])
         self._word = WORDS[weight.element_size()]
         widest = max(table.cols for table in tables)
@@ -159,7 +159,7 @@ class TritonRowCleaner:
     ) -> None:
         ids_at_once = _TILE // cols
         per_program = ids_at_once if by_id else max(ids_at_once, _FLAGS)
-        features = table.numel() // len(Feature._fields)
+        features = table.numel() // len(Fields._fields)
         # Triton launches on the current device, wherever its arguments are.
         with torch.cuda.device(ids.get_device()):
             visit_rows[(-(-count // per_program),)](
@@ -169,7 +169,7 @@ class TritonRowCleaner:
                 ends.stride(0),
                 table,
                 features,
-                FIELDS=len(Feature._fields),
+                FIELDS=len(Fields._fields),
                 STEPS=(features - 1).bit_length(),
                 SHIFTS=self._shifts,
                 WORD=self._word,
@@ -263,7 +263,7 @@ def visit_rows(
 
     Tiles are flat, so that the lanes of a warp read neighbours in a row: Triton would lay out a
     matrix of addresses, about which it knows nothing, by columns. The numbers added to ``info`` are
-    the positions of the fields of :class:`Feature`.
+    the positions of the fields of :class:`Fields`.
     """
     element = tl.arange(0, IDS * COLS)
     position = tl.program_id(0).to(tl.int64) * SPAN

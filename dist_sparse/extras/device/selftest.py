@@ -51,7 +51,7 @@ _LIMIT = 300.0
 _STACKS = 150.0
 
 
-Json = dict[str, Any]
+Outcome = dict[str, Any]
 
 Check = Callable[[torch.device, Sizes], str]
 
@@ -97,7 +97,7 @@ _FOR_GPUS = (
 # Processes
 
 
-def selftest(device: str | None, nproc: int | None, progress: Callable[[str], None]) -> Json:
+def selftest(device: str | None, nproc: int | None, progress: Callable[[str], None]) -> Outcome:
     """Run all checks on this machine; return their outcomes as JSON-able values.
 
     Args:
@@ -115,7 +115,7 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
     if device == "cuda" and gpus < world:
         ranks = number_of(world, "rank")
         raise ValueError(f"Invalid {device=} for {ranks}: torch finds {gpus} GPUs here.")
-    outcomes: list[Json] = []
+    outcomes: list[Outcome] = []
     while left := list(CHECKS)[len(outcomes) :]:
         outcomes += _attempt(device, world, left, progress)
     passed = all(outcome["status"] not in _WRONG for outcome in outcomes)
@@ -132,7 +132,7 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
     }
 
 
-def as_text(results: Json) -> str:
+def as_text(results: Outcome) -> str:
     """Return the conclusion of :func:`selftest` and a table."""
     rows = []
     by_status = defaultdict(list)
@@ -154,10 +154,10 @@ def as_text(results: Json) -> str:
 
 def _attempt(
     device: str, world: int, names: Sequence[str], progress: Callable[[str], None]
-) -> list[Json]:
+) -> list[Outcome]:
     """Run checks in one set of processes until they are done or one is not passed; return at least
     one outcome."""
-    done: list[Json] = []
+    done: list[Outcome] = []
     # Gloo would otherwise bind the address of the host's name, which may not be its own.
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
     # `-m` imports from the current folder first, whose json.py or torch.py is not Python's: the
@@ -192,14 +192,14 @@ def _attempt(
     return done
 
 
-def _wait_for(number: int, folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> Json:
+def _wait_for(number: int, folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> Outcome:
     """Return the outcome of the next check: the worst of all ranks."""
     started = time.monotonic()
     while (took := time.monotonic() - started) < _LIMIT:
         # Before the files are read: a process that has ended by now writes no more of them.
         has_ended = any(process.poll() is not None for process in processes)
         files = folder.glob(f"{number}-*.json")
-        outcomes: list[Json] = [json.loads(file.read_text()) for file in files]
+        outcomes: list[Outcome] = [json.loads(file.read_text()) for file in files]
         worst = max(
             outcomes, key=lambda each: _ORDER.index(each["status"]), default={"status": "ok"}
         )
@@ -212,7 +212,7 @@ def _wait_for(number: int, folder: Path, processes: Sequence[subprocess.Popen[by
     return _lost(f"no answer in {_LIMIT:.0f} s", took, folder)
 
 
-def _lost(says: str, seconds: float, folder: Path) -> Json:
+def _lost(says: str, seconds: float, folder: Path) -> Outcome:
     # The last output of each process: stacks, if it hangs.
     logs = [log.read_text(errors="replace")[-8_000:] for log in sorted(folder.glob("*.log"))]
     return {"status": "failed", "says": says, "seconds": seconds, "details": logs}
@@ -245,7 +245,7 @@ def worker(words: Sequence[str]) -> int:
     return 0
 
 
-def _outcome(name: str, device: torch.device) -> Json:
+def _outcome(name: str, device: torch.device) -> Outcome:
     started = time.perf_counter()
     details = []
     try:

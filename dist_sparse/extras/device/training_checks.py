@@ -32,7 +32,7 @@ from dist_sparse.extras.device.trials import (
 )
 from dist_sparse.tables.modules import collection_of, collections_of
 from dist_sparse.tables.protocols import TableBatch
-from dist_sparse.torchrec.trial import Trial, pipeline_of, trial_batch
+from dist_sparse.torchrec.trial import TrialTables, pipeline_of, trial_batch
 
 # The default mode, and the most common finer block.
 _TRAINED = ("row", "1x4")
@@ -42,7 +42,7 @@ def masks_equal_the_cpus(device: torch.device, sizes: Sizes) -> str:
     """Compare the masks of all blocks, of tables cut by rows over the ranks, with the masks that
     one process computes on the CPU."""
     for score, block in product(SCORES, BLOCKS):
-        trial = Trial(sizes.shapes, optimizer=SCORES[score])
+        trial = TrialTables(sizes.shapes, optimizer=SCORES[score])
         model = MaskedModel(trial, device, block, score=score)
         tables, sums = random_tables(trial), random_sums(trial, score)
         model.write(tables)
@@ -76,7 +76,7 @@ def check_masks(
 def lookups_are_counted(device: torch.device, sizes: Sizes) -> str:
     """Compare the masks that lookup counts give with counts of the same batches on the CPU."""
     for block in ("row", "1x4"):
-        trial = Trial(sizes.shapes)
+        trial = TrialTables(sizes.shapes)
         model = MaskedModel(trial, device, block, score="frequency")
         ranks = torch.distributed.get_world_size()
         counts = {name: torch.zeros(rows) for name, (rows, _) in trial.shapes.items()}
@@ -100,7 +100,7 @@ def ordinary_steps_never_wait(device: torch.device, sizes: Sizes) -> str:
     """Run lookups and backwards of the kernels, without TorchRec's input distribution, which
     waits."""
     for block in _TRAINED:
-        model = MaskedModel(Trial(sizes.shapes), device, block)
+        model = MaskedModel(TrialTables(sizes.shapes), device, block)
         model.update(0.5)
         [collection] = collections_of(model.model.modules())
         for batch in collection_of(collection).batches():
@@ -157,13 +157,13 @@ def kind_of_tables(device: torch.device, sizes: Sizes, kind: str) -> str:
     after every step."""
     # Of one width, as an EmbeddingCollection requires. Its columns are cut into multiples of 4.
     shapes = {"one": (sizes.small, 64), "other": (sizes.small // 3 + 1, 64)}
-    trial = Trial(shapes, **KINDS[kind])
+    trial = TrialTables(shapes, **KINDS[kind])
     return "; ".join(_compare_masked(trial, device, block) for block in _TRAINED)
 
 
 def many_tables(device: torch.device, sizes: Sizes) -> str:
     """Compare a large table beside many small ones."""
-    trial = Trial({"large": (10 * sizes.small, 128), **sizes.small_tables})
+    trial = TrialTables({"large": (10 * sizes.small, 128), **sizes.small_tables})
     return "; ".join(_compare_masked(trial, device, block) for block in _TRAINED)
 
 
@@ -180,20 +180,20 @@ def fused_optimizers(device: torch.device, sizes: Sizes) -> str:
         done, more = _ON_EVERY_DEVICE + _ON_GPUS, ""
     lines = []
     for name in done:
-        trial = Trial(sizes.shapes, optimizer=name)
+        trial = TrialTables(sizes.shapes, optimizer=name)
         found = "; ".join(_compare_masked(trial, device, block) for block in _TRAINED)
         lines.append(f"{name} {found}")
     return f"{', '.join(lines)}{more}"
 
 
-def _compare_masked(trial: Trial, device: torch.device, block: str) -> str:
+def _compare_masked(trial: TrialTables, device: torch.device, block: str) -> str:
     found, start = train_masked(trial, device, block)
     expected, _ = train_masked(trial, device, block, attach=False)
     return f"{block} {compare_runs(f'{block}, {trial.optimizer}', found, expected, start)}"
 
 
 def train_masked(
-    trial: Trial, device: torch.device, block: str, attach: bool = True
+    trial: TrialTables, device: torch.device, block: str, attach: bool = True
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Check the masks of a model, and after five steps that removed weights are zero. Return its
     weights after and before these steps."""
@@ -217,7 +217,7 @@ def removed_stay_zero(
     """Check removed weights where two runs have different numbers, or a reference can't be
     written."""
     for block in blocks:
-        train_masked(Trial(sizes.shapes, **kind), device, block)
+        train_masked(TrialTables(sizes.shapes, **kind), device, block)
     return "masks bit for bit, 5 steps, removed weights 0"
 
 
@@ -247,7 +247,7 @@ def _with_known_masks(
     """Return a model whose first class of blocks is removed, its original weights, and the levels
     that remove the first one, two and three classes, by table."""
     random = torch.Generator().manual_seed(9)
-    trial = Trial(sizes.shapes)
+    trial = TrialTables(sizes.shapes)
     tables = {}
     levels: list[dict[str, float]] = [{} for _ in range(_CLASSES - 1)]
     for name, (rows, cols) in trial.shapes.items():
@@ -296,7 +296,7 @@ def streams_are_ordered(device: torch.device, sizes: Sizes) -> str:
     late lookup would read the zeros of the update after it.
     """
     for block in _TRAINED:
-        _check_streams(MaskedModel(Trial(sizes.shapes), device, block), block, sizes.sleep)
+        _check_streams(MaskedModel(TrialTables(sizes.shapes), device, block), block, sizes.sleep)
     return f"2 blocks, {sizes.sleep:,} cycles late on either stream"
 
 

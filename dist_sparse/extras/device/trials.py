@@ -20,7 +20,7 @@ from dist_sparse.records import TINY
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.score import ScoreSparsifier
 from dist_sparse.tables.shards import ShardedData
-from dist_sparse.torchrec.trial import Trial, layers_optimizer, trial_batch, trial_model
+from dist_sparse.torchrec.trial import TrialTables, layers_optimizer, trial_batch, trial_model
 
 BLOCKS = ("row", "1x4", "2x2", "1x1")
 
@@ -104,7 +104,7 @@ class MaskedModel:
 
     def __init__(
         self,
-        trial: Trial,
+        trial: TrialTables,
         device: torch.device,
         block: str,
         level: float = 0.5,
@@ -184,13 +184,13 @@ class MaskedModel:
         return reference
 
 
-def random_tables(trial: Trial) -> dict[str, Tensor]:
+def random_tables(trial: TrialTables) -> dict[str, Tensor]:
     """Return normal weights, float32, the same on every rank."""
     random = torch.Generator().manual_seed(7)
     return {name: torch.randn(shape, generator=random) for name, shape in trial.shapes.items()}
 
 
-def random_sums(trial: Trial, score: str) -> dict[str, Tensor]:
+def random_sums(trial: TrialTables, score: str) -> dict[str, Tensor]:
     """Return sums of Adagrad, float64 ``(rows,)``; ones if the score reads none."""
     random = torch.Generator().manual_seed(8)
     found = {}

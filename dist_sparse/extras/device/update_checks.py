@@ -21,7 +21,7 @@ from dist_sparse.extras.device.trials import (
     waits,
 )
 from dist_sparse.text import percent
-from dist_sparse.torchrec.trial import Trial
+from dist_sparse.torchrec.trial import TrialTables
 
 _BLOCKS = ("row", "1x4")
 
@@ -60,7 +60,7 @@ def large_masks(device: torch.device, sizes: Sizes) -> str:
     """Compare masks of a large table with the masks that torch's operations choose."""
     for score, optimizer in SCORES.items():
         for block in _BLOCKS:
-            trial = Trial({"large": (sizes.large, 128)}, optimizer=optimizer)
+            trial = TrialTables({"large": (sizes.large, 128)}, optimizer=optimizer)
             _compare_with_torch(MaskedModel(trial, device, block, score=score), block)
     return f"{sizes.large} x 128, {len(_BLOCKS)} blocks, {len(SCORES)} scores, bit for bit"
 
@@ -69,7 +69,7 @@ def beyond_31_bits(device: torch.device, sizes: Sizes) -> str:
     """Compare masks and lookups of a table whose elements need offsets of more than 31 bits."""
     shapes = {"beyond": (sizes.beyond, 128)}
     for block in _BLOCKS:
-        trial = Trial(shapes, data_type="FP16", sharding="table_wise")
+        trial = TrialTables(shapes, data_type="FP16", sharding="table_wise")
         model = MaskedModel(trial, device, block)
         _compare_with_torch(model, block)
         batches = model.batches()
@@ -110,7 +110,7 @@ def mask_updates(device: torch.device, sizes: Sizes) -> str:
     lines = []
     large = {"large": (sizes.large, 128)}
     for block, more in product(_BLOCKS, ({}, sizes.small_tables)):
-        trial = Trial({**large, **more}, optimizer="EXACT_ROWWISE_ADAGRAD")
+        trial = TrialTables({**large, **more}, optimizer="EXACT_ROWWISE_ADAGRAD")
         model = MaskedModel(trial, device, block, score="norm_accumulator")
         for shard in model.shards():
             shard.normal_()

@@ -22,12 +22,12 @@ from dist_sparse.extras.device.trials import (
 from dist_sparse.groups import world_group
 from dist_sparse.serving.export import export
 from dist_sparse.serving.served import load_served
-from dist_sparse.torchrec.trial import Trial, trial_batch
+from dist_sparse.torchrec.trial import TrialTables, trial_batch
 
 
 def trained(device: torch.device, sizes: Sizes) -> MaskedModel:
     """Return a model of the default mode, after five steps."""
-    trial = Trial(sizes.shapes, optimizer="EXACT_ROWWISE_ADAGRAD")
+    trial = TrialTables(sizes.shapes, optimizer="EXACT_ROWWISE_ADAGRAD")
     model = MaskedModel(trial, device, "row", score="norm_accumulator")
     model.write(random_tables(trial))
     model.update(0.6)
@@ -37,7 +37,7 @@ def trained(device: torch.device, sizes: Sizes) -> MaskedModel:
     return model
 
 
-def _outputs(model: nn.Module, trial: Trial, device: torch.device) -> Tensor:
+def _outputs(model: nn.Module, trial: TrialTables, device: torch.device) -> Tensor:
     with torch.no_grad():
         found: Tensor = model(trial_batch(trial, 99).to(device))[1]
     return found.cpu()

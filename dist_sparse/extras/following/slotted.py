@@ -30,7 +30,7 @@ from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.masking.masks import Held
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import check_module, collection_of
-from dist_sparse.tables.protocols import Collection
+from dist_sparse.tables.protocols import TableCollection
 from dist_sparse.torchrec.collections import KeyedJaggedTensor, collection, configs_of
 from dist_sparse.torchrec.port import compact_refusal
 
@@ -365,7 +365,7 @@ def following(module: nn.Module, rows: Mapping[str, int], nursery: float = 0.1) 
     return _build(configs, indexes, found)
 
 
-def _build(configs: list[Any], indexes: Mapping[str, Any], found: Collection) -> Any:
+def _build(configs: list[Any], indexes: Mapping[str, Any], found: TableCollection) -> Any:
     """Return a following collection of the same kind as ``found``, on the meta device."""
     kind = FollowingEmbeddingBagCollection if found.pooled else FollowingEmbeddingCollection
     return kind(configs, indexes, found.weighted, torch.device("meta"))

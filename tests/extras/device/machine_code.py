@@ -126,7 +126,7 @@ def kernels_of_rows() -> dict[str, Compiled]:
     """The kernels of rows: clean and flag the rows of a lookup, clean all rows, read and count."""
     import triton.language as tl
 
-    from dist_sparse.extras.device.row_kernels import Feature, visit_lookups, visit_rows
+    from dist_sparse.extras.device.row_kernels import Fields, visit_lookups, visit_rows
 
     found = {}
     for name, kind, out in (("read flags", None, "*u8"), ("count", tl.int32, "*i64")):
@@ -143,7 +143,7 @@ def kernels_of_rows() -> dict[str, Compiled]:
         arguments = {"ids": ids, "count": "i32", "ends": "*i32", "stride": "i32"}
         arguments |= {"table": "*i64", "features": "i32"}
         constants = {
-            "FIELDS": len(Feature._fields),
+            "FIELDS": len(Fields._fields),
             "STEPS": steps,
             "SHIFTS": shifts,
             "WORD": word,

@@ -264,7 +264,7 @@ def _split(ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int) -> l
 
 
 class Collection(nn.Module):
-    """A sharded collection of one kernel: a :class:`~dist_sparse.tables.protocols.Collection`.
+    """A sharded collection of one kernel: a :class:`~dist_sparse.tables.protocols.TableCollection`.
 
     Args:
         layouts: of the tables ``t0``, ``t1``, ...

@@ -16,7 +16,7 @@ from dist_sparse import MaskEnforcer
 from dist_sparse.enforcer.fused import StreamOrder
 from dist_sparse.extras.device import training_checks, trials, update_checks
 from dist_sparse.extras.device.trials import Difference, Sizes
-from dist_sparse.torchrec.trial import Trial
+from dist_sparse.torchrec.trial import TrialTables
 from tests.extras.device.simulated.fake import CUDA, inner
 from tests.extras.device.simulated.runs import on_device
 from tests.extras.device.simulated.tables import Collection, Kernel, one_rank
@@ -37,7 +37,7 @@ class Small(Sizes):
 SIZES = Small(301, 10_000, 301, tables=2, steps=3, sleep=1)
 
 
-def stand_in(trial: Trial, device: torch.device) -> Collection:
+def stand_in(trial: TrialTables, device: torch.device) -> Collection:
     random = torch.Generator().manual_seed(0)
     shapes = list(trial.shapes.values())
     tables = [torch.randn(shape, generator=random) for shape in shapes]
