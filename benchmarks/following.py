@@ -183,7 +183,6 @@ PARTS: dict[str, Callable[[str, Sequence[int]], list[Run]]] = {
     "movielens": partial(_compared, MOVIELENS),
     "lastfm": partial(_compared, LASTFM),
     "others": _untuned,
-    "memory": lambda *_: _measured(MEASURED),
 }
 
 

@@ -1,5 +1,5 @@
-"""One case of the benchmark of following tables, in processes of its own: rank 0 prints its figures
-as one line of JSON."""
+"""One case of the benchmark of tables whose rows follow the traffic, in a process of its own, which
+prints its figures as one line of JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,12 +37,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.following_streams import Example, batches, hashed
-from benchmarks.measure import peak_extra_bytes
 from dist_sparse import Advanced, compact, sparsify
 from dist_sparse.compaction import collections
-from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
-from dist_sparse.extras.following import FollowingTables, following
-from dist_sparse.ids.row_index import RowIndex
 
 WARMUP = 1 / 8
 """Part of a stream whose predictions count nothing; frozen masks are chosen in it."""
@@ -51,8 +46,11 @@ WARMUP = 1 / 8
 TUNED = 0.4
 """Part of a log that chooses settings."""
 
+BOUND = 0.01
+"""Initial weights are drawn from below it in size."""
+
 ID_BYTES = {"frozen": 0.25, "following": 1}
-"""For each id: a bitmap with counts of kept rows; 4 bits of count and 4 of age."""
+"""For each id: a bitmap with counts of kept rows; 5 bits of lookups and 3 of age."""
 
 SLOT_BYTES = {"following": 16, "lfu": 24, "distance lfu": 32}
 """For each row: its id in the state, its place in the hash table, and at most two starts of
@@ -142,14 +140,20 @@ class Method:
         """Return which rows the ids look up."""
         return ids
 
-    def after(self, step: int) -> None:
-        """Update rows after a batch."""
+    def weights(self, rows: Tensor) -> Tensor | None:
+        """Return what to multiply each looked-up row by; None for 1."""
+        return None
+
+    def after(self, step: int, ids: Tensor) -> None:
+        """Update rows after a batch of ids."""
 
     def train(self, step: int, example: Example) -> Tensor:
         """Train on a batch; return what was predicted before."""
         self.optimizer.zero_grad()
         lengths = torch.full((len(example.labels),), len(example.ids) // len(example.labels))
-        features = KeyedJaggedTensor(["item"], self.ids(example.ids), lengths=lengths)
+        rows = self.ids(example.ids)
+        weights = self.weights(rows)
+        features = KeyedJaggedTensor(["item"], rows, lengths=lengths, weights=weights)
         others = None
         if example.others is not None:
             ids = example.others.T.reshape(-1)
@@ -157,7 +161,7 @@ class Method:
         found: Tensor = self.model(features, others)
         functional.binary_cross_entropy_with_logits(found, example.labels).backward()
         self.optimizer.step()
-        self.after(step)
+        self.after(step, example.ids)
         return found.detach()
 
 
@@ -186,7 +190,7 @@ class Frozen(Method):
             every=self.every,
         )
 
-    def after(self, step: int) -> None:
+    def after(self, step: int, ids: Tensor) -> None:
         if step <= self.end:
             self.sparse.step()
         if step == self.end:
@@ -232,33 +236,78 @@ def _reset_momentum(tables: Any, pruned_indices: Tensor, **_: Any) -> None:
 
 
 class Following(Method):
-    """Slots for the ids that are looked up most."""
+    """Rows of their own for the ids with the most lookups; the others share *nursery* rows.
+
+    Lookups saturate at 31 and are halved every ``half_life`` steps. An id ranks by its lookups over
+    1 + the updates since the last one, at most 7; with equal ranks, holders stay, then smaller ids
+    win. After each update the nursery rows are 0 again; a new holder begins with the row that it
+    read there. dist_sparse had such tables, for several ranks, until 2026-11-30.
+    """
+
+    SCALE = 0.3
+    """Of a nursery row in a lookup, and so of its learning rate with Adagrad."""
 
     def __init__(self, case: dict[str, Any], rows: int) -> None:
+        self.shared = max(1, round(case["settings"].get("nursery", 0.1) * rows))
+        self.own = rows - self.shared
         super().__init__(case, rows)
-        half_life = self.settings.get("half_life", 80)
-        self.slots = FollowingTables(
-            self.model, every=self.every, half_life=half_life, seed=case["seed"]
+        [lookup] = self.model.module.table._lookups
+        [tables] = (
+            m for m in lookup.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)
         )
+        [self.weight] = tables.split_embedding_weights()
+        [[state]] = tables.split_optimizer_states()
+        self.state = state.view(-1)
+        self.weight[self.own :] = 0
+        self.row_of = torch.full((case["ids"],), -1)
+        self.id_of = torch.full((self.own,), -1)
+        self.lookups, self.age = torch.zeros(2, case["ids"], dtype=torch.int64)
+        self.nursery = self.own + hashed(torch.arange(case["ids"])) % self.shared
 
     def table(self) -> Any:
-        whole = bags({"item": self.case["ids"]}, self.case["dim"])
-        nursery = self.settings.get("nursery", 0.1)
-        return following(whole, rows={"item": self.rows}, nursery=nursery)
+        return bags({"item": self.rows}, self.case["dim"], is_weighted=True)
 
-    def after(self, step: int) -> None:
-        self.slots.step()
+    def ids(self, ids: Tensor) -> Tensor:
+        rows = self.row_of[ids]
+        return torch.where(rows < 0, self.nursery[ids], rows)
 
+    def weights(self, rows: Tensor) -> Tensor:
+        return torch.where(rows < self.own, 1.0, self.SCALE)
 
-class Compact(Method):
-    """Only the first ids keep their rows."""
+    def after(self, step: int, ids: Tensor) -> None:
+        distinct, times = torch.unique(ids, return_counts=True)
+        self.lookups[distinct] = (self.lookups[distinct] + times).clamp(max=31)
+        self.age[distinct] = 0
+        steps = step + 1
+        if steps % self.every == 0:
+            self._update()
+            self.age.add_(1).clamp_(max=7)
+            half_life = self.settings.get("half_life", 80)
+            self.lookups >>= steps // half_life - (steps - self.every) // half_life
 
-    def table(self) -> Any:
-        kept = torch.arange(self.case["ids"]) < self.rows
-        whole = bags({"item": self.case["ids"]}, self.case["dim"])
-        [config] = whole.embedding_bag_configs()
-        meta = torch.device("meta")
-        return CompactEmbeddingBagCollection([config], {"item": RowIndex.of(kept)}, device=meta)
+    @torch.no_grad()
+    def _update(self) -> None:
+        """Give the rows to the ids with the highest ranks, and empty the nursery."""
+        holds = self.row_of >= 0
+        [ids] = (holds | (self.lookups > 0) & (self.age == 0)).nonzero(as_tuple=True)
+        ranks = self.lookups[ids] / (self.age[ids] + 1)
+        # Differences between ranks are larger than 1/64. Stable: smaller ids come first.
+        order = (ranks + holds[ids] / 128).argsort(descending=True, stable=True)
+        wins = torch.zeros_like(holds)
+        wins[ids[order[: self.own]]] = True
+        [leaving], [coming] = (
+            each.nonzero(as_tuple=True) for each in (holds & ~wins, wins & ~holds)
+        )
+        self.id_of[self.row_of[leaving]] = -1
+        self.row_of[leaving] = -1
+        rows = (self.id_of < 0).nonzero()[: len(coming), 0]
+        self.id_of[rows], self.row_of[coming] = coming, rows
+        read = self.weight[self.nursery[coming]]
+        drawn = torch.empty_like(read).uniform_(-BOUND, BOUND)
+        self.weight[rows] = torch.where(read.any(1, keepdim=True), read * self.SCALE, drawn)
+        self.state[rows] = 0
+        self.weight[self.own :] = 0
+        self.state[self.own :] = 0
 
 
 METHODS: dict[str, Callable[[dict[str, Any], int], Method]] = {
@@ -268,11 +317,10 @@ METHODS: dict[str, Callable[[dict[str, Any], int], Method]] = {
     "lfu": Managed,
     "distance lfu": Managed,
     "following": Following,
-    "compact": Compact,
 }
 
 
-def bags(rows: dict[str, int], dim: int) -> EmbeddingBagCollection:
+def bags(rows: dict[str, int], dim: int, is_weighted: bool = False) -> EmbeddingBagCollection:
     """Tables on the meta device: every method starts from the same distribution."""
     configs = [
         EmbeddingBagConfig(
@@ -280,11 +328,12 @@ def bags(rows: dict[str, int], dim: int) -> EmbeddingBagCollection:
             num_embeddings=count,
             embedding_dim=dim,
             feature_names=[name],
-            init_fn=partial(nn.init.uniform_, a=-0.01, b=0.01),
+            init_fn=partial(nn.init.uniform_, a=-BOUND, b=BOUND),
         )
         for name, count in rows.items()
     ]
-    return EmbeddingBagCollection(configs, device=torch.device("meta"))
+    meta = torch.device("meta")
+    return EmbeddingBagCollection(configs, device=meta, is_weighted=is_weighted)
 
 
 def _row_wise(tables: Any, names: list[str], sharder: Any) -> Any:
@@ -343,58 +392,6 @@ def _quality(logits: list[Tensor], stream: list[Example]) -> dict[str, float]:
     return {"auc": auc(found, truth), "ne": normalized_entropy(found, truth)}
 
 
-def memory(case: dict[str, Any]) -> dict[str, Any]:
-    """Train a table of many ids and few rows: the memory and the time that it takes."""
-    made: list[Method] = []
-    before = resident()
-    # Made, trained, and through a due step, in which temporaries are largest.
-    peak = peak_extra_bytes(lambda: made.append(METHODS[case["method"]](case, case["rows"])))
-    subject = made[0]
-    if isinstance(subject, Following):
-        # The hot ids hold the slots, as if from a checkpoint.
-        index = subject.model.module.table.following_ids.slots["item"]
-        index.id_of_slot.copy_(torch.arange(case["hot"]))
-    start, times, due = resident(), [], []
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    every = case["every"]
-
-    def steps() -> None:
-        for step in range(3 * every):
-            # Nine of ten lookups are of hot ids, which the compact table keeps too.
-            size = (case["batch"], case["bag"])
-            ids = torch.randint(0, case["hot"], size, generator=draw)
-            cold = torch.rand(size, generator=draw) < 0.1
-            ids[cold] = torch.randint(0, case["ids"], size, generator=draw)[cold]
-            example = Example(ids.view(-1), torch.zeros(case["batch"]))
-            began = time.process_time()
-            subject.train(step, example)
-            spent = time.process_time() - began
-            # The first update compares all ids; later ones those that were looked up since.
-            if step > every:
-                (due if (step + 1) % every == 0 else times).append(spent)
-
-    extra = peak_extra_bytes(steps)
-    # A byte for each id, which one rank has; the index is on every rank.
-    counts = case["ids"] if isinstance(subject, Following) else 0
-    indexes = torch.tensor([subject.model.module.table.ids.nbytes])
-    dist.all_reduce(indexes)
-    return {
-        "bytes_an_id": (counts + int(indexes)) / case["ids"],
-        "made": start - before,
-        "resident": resident() - before,
-        "peak": None if peak is None or extra is None else max(peak, start - before + extra),
-        "ms": 1e3 * statistics.median(times),
-        "due_ms": 1e3 * statistics.median(due),
-    }
-
-
-def resident() -> int:
-    """Bytes that this process holds in memory."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    [line] = [line for line in status if line.startswith("VmRSS:")]
-    return int(line.split()[1]) * 1024
-
-
 def auc(logits: Tensor, labels: Tensor) -> float:
     """Return the area under the ROC curve; logits that are equal count half."""
     values, places = torch.unique(logits, return_inverse=True)
@@ -412,13 +409,7 @@ def normalized_entropy(logits: Tensor, labels: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     given = json.loads(sys.argv[1])
-    figures = memory(given) if given["what"] == "memory" else stream(given)
-    if dist.get_rank() == 0:
-        print(json.dumps({**given, **figures}), flush=True)
-    dist.barrier()
+    print(json.dumps({**given, **stream(given)}), flush=True)
     os._exit(0)

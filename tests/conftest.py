@@ -33,8 +33,6 @@ pytest_plugins = ["tests.dist.plugin"]
 
 LONG = [
     "dist/test_masks.py",
-    "extras/following/test_compact.py",
-    "extras/following/test_sharded.py",
     "dist/test_remove_attacks.py",
     "test_extras.py",
     "dist/test_enforce.py",

@@ -121,29 +121,15 @@ MUTATIONS = [
     # ----------------------------------------------------------------------------------------------------------
     M("groups.py", "row[..., :length] for", "row for", "tests/extras/report/test_run_log_ranks.py -k quality"),
     M("extras/device/trials.py", "if not apart <= _MOST * moved:", "if False:", "tests/extras/device/test_checks_fail.py -k one_row"),
-    # -- compaction and slots
+    # -- compaction
     # ---------------------------------------------------------------------------------------------
-    M("extras/following/slotted.py", "store.table(change.names[own]).leftmost", "store.table(change.names[own]).owned", "tests/extras/following/test_compact.py -k carried"),
     M("compaction/replacing.py", "            put(places, {})\n            raise\n", "            raise\n", "tests/compaction/test_compact_agreed.py"),
     M("compaction/replacing.py", "                drawn[change.site.padding_id] = False\n", "                pass\n", "tests/compaction/test_expand.py tests/compaction/test_initial.py"),
     M("compaction/moving.py", "made[key], there), source.initial(name, key)", "made[key], there), 0.0", "tests/compaction/test_expand.py"),
-    M("extras/following/slot_index.py", "torch.where(inside == flat, found, UNKNOWN)", "found", "tests/extras/following/test_parts.py"),
-    M("extras/following/slotted.py", "                del self._in_flight[: place + 1]\n", "                del self._in_flight[place]\n", "tests/extras/following/test_training.py -k dropped"),
-    M("extras/following/selection.py", "left -= group.all_gather(num_tied)[: group.rank].sum(0)", "left -= 0", "tests/extras/following/test_sharded.py -k slots_rows"),
-    M("extras/following/slots.py", "halvings = self.steps // self.half_life - self._updated // self.half_life", "halvings = 0", "tests/extras/following/test_sharded.py -k slots_rows"),
-    M("extras/following/followed.py", "heirs &= is_trained[at.clamp(0, part.rows - 1)]", "heirs &= at >= 0", "tests/extras/following/test_nursery.py -k lookups"),
-    M("extras/following/followed.py", "        self._empty_nursery(stored)\n", "        pass\n", "tests/extras/following/test_nursery.py -k lookups"),
-    M("extras/following/slotted.py", "return torch.where(rows >= of_ids(slots), of_ids(scales), 1.0)", "return torch.where(rows > of_ids(slots), of_ids(scales), 1.0)", "tests/extras/following/test_nursery.py -k lookups"),
-    M("extras/following/slots.py", "not (is_frozen or self._steppers.kind_of(stored.parameters[table.name]))", "optimizer is None", "tests/extras/following/test_states.py -k plain"),
-    M("extras/following/slot_index.py", "(state.dtype, state.shape) == (own.dtype, own.shape)", "state.dtype == own.dtype", "tests/extras/following/test_states.py -k another_table"),
     M("extras/codes/coded_training.py", "        is_empty = ~books.flatten(1).any(1)\n", "        is_empty = torch.tensor([not self._is_fitted])\n", "tests/extras/codes/test_quantize.py -k zero_at_the_first"),
     M("torchrec/kernels.py", ".clamp(min=0), offsets", ", offsets", "tests/serving/test_targets.py -k negative"),
     M("extras/report/summary.py", "(mean if auc is None else auc) - TOLERANCE", "mean - TOLERANCE", "tests/extras/report/test_comparison.py -k same_seeds"),
     M("planning/plan.py", "            fitting[choice.kind, choice.candidate.dtype] = choice\n", "            fitting.setdefault((choice.kind, choice.candidate.dtype), choice)\n", "tests/planning/test_plan.py -k never_touched"),
-    M("extras/following/followed.py", "keys = ranking_keys(self.counts.of(ids)) + holds", "keys = ranking_keys(self.counts.of(ids))", "tests/extras/following/test_training.py -k tie"),
-    M("extras/following/followed.py", "                state[inside.to(state.device)] = initial\n", "                pass\n", "tests/extras/following/test_training.py tests/extras/following/test_sharded.py"),
-    M("extras/following/slots.py", "        if not ahead:\n            self._admit()\n", "        self._admit()\n", "tests/extras/following/test_training.py -k ahead"),
-    M("extras/following/slots.py", "            table.reset_stats()\n            table.start_nursery(scale, self._steppers)\n", "            table.start_nursery(scale, self._steppers)\n", "tests/extras/following/test_compact.py -k carried"),
     # -- serving
     # ---------------------------------------------------------------------------------------------------------
     M("tables/jagged.py", "fits = fits and int(least) >= 0 and int(most) <= n", "pass", "tests/serving/test_malformed.py -k modules"),

@@ -32,7 +32,6 @@ FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Make
 GUIDES = {
     "codes": ["codes"],
     "device": ["cuda"],
-    "following": ["following"],
     "frontier": ["frontier"],
     "guard": ["guard"],
     "lightning": ["lightning"],

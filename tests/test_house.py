@@ -64,7 +64,6 @@ LIMITS = {
     "calls of export()": 1410,
     "calls of a served lookup": 22,
     "calls of compact()": 1947,
-    # One more since following tables weigh the rows of a nursery.
     "calls of a forward of a compact model": 16,
 }
 NO_EXAMPLE = {

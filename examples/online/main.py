@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse import Advanced, export, sparsify
-from dist_sparse.extras.following import FollowingTables
 from dist_sparse.extras.guard import Guard
 from dist_sparse.extras.report import Quality
 from dist_sparse.serving.export import Exported
@@ -36,7 +35,7 @@ from dlrm.options import as_positive, as_seed
 from dlrm.process import run_and_leave
 from online.client import Client
 from online.formula import DELTA
-from online.model import CROSS, FOLLOWING, build
+from online.model import CROSS, IDS, build
 
 _HEAD = (
     *("day", "AUC trained", "AUC served", "delta", "full"),
@@ -47,7 +46,7 @@ _TOLERANCE = 0.002
 
 
 class Online:
-    """The state of a job on all ranks: the model, its slots and masks, and the published folders.
+    """The state of a job on all ranks: the model, its masks, and the published folders.
 
     Args:
         data: has only the features of the model.
@@ -61,8 +60,6 @@ class Online:
         self.validation = torch.arange(len(data.labels))[~kept]
         self.days = torch.arange(len(data.labels))[kept].chunk(options.days)
         self.steps = len(self.days[-1]) // options.batch_size
-        # Users come and go: ids that were looked up lately hold the slots.
-        self.slots = FollowingTables(self.model, every=10, admit_after=2)
         self.guard = Guard(tolerance=_TOLERANCE)
         self.sparse = sparsify(
             self.model,
@@ -86,12 +83,11 @@ class Online:
             )
             loss.backward()  # the fused optimizers update the tables in here
             self.sparse.step()
-            self.slots.step()
 
     def auc(self, index: Tensor) -> float:
         """Return the AUC of the model in training, over all ranks. Collective."""
         quality = Quality()
-        self.model.eval()  # lookups in validation must not count towards slots
+        self.model.eval()
         with torch.no_grad():
             for batch in self._batches(index):
                 quality.update(self.model(batch.sparse_features), batch.labels)
@@ -119,7 +115,7 @@ def main(options: argparse.Namespace) -> None:
         fetch()
     dist.barrier()
     whole = load(fetch())
-    features = [each for each in whole.sparse if each.name in (*FOLLOWING, CROSS)]
+    features = [each for each in whole.sparse if each.name in (*IDS, CROSS)]
     data = replace(whole, sparse=tuple(features))
     folders = [options.out]
     dist.broadcast_object_list(folders)  # the default names the time, and clocks of ranks differ

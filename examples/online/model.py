@@ -15,15 +15,14 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dist_sparse.extras.following import following
 from dlrm.batches import Dataset
 from online.formula import scores
 
-__all__ = ["CROSS", "DIM", "FOLLOWING", "Machine", "build"]
+__all__ = ["CROSS", "DIM", "IDS", "Machine", "build"]
 
 DIM = 16
-FOLLOWING = {"user_id": 200, "movie_id": 800}
-"""Rows of the following tables, for 943 users and 1,682 movies."""
+IDS = ("user_id", "movie_id")
+"""The tables that stay whole."""
 
 CROSS = "user_x_genre"
 """The hashed table that is masked."""
@@ -32,12 +31,12 @@ _LR = 0.05
 
 
 class Machine(nn.Module):
-    """Two following tables, and one table with a row for each id."""
+    """A table of users, one of movies, and a hashed one of their crosses."""
 
     def __init__(self, data: Dataset) -> None:
         super().__init__()
-        configs = {
-            feature.name: EmbeddingBagConfig(
+        configs = [
+            EmbeddingBagConfig(
                 name=feature.name,
                 embedding_dim=DIM,
                 num_embeddings=feature.rows,
@@ -46,18 +45,13 @@ class Machine(nn.Module):
                 weight_init_max=0.05,
             )
             for feature in data.sparse
-        }
-        meta = torch.device("meta")
-        self.live = following(
-            EmbeddingBagCollection([configs[name] for name in FOLLOWING], device=meta), FOLLOWING
-        )
-        self.crosses = EmbeddingBagCollection([configs[CROSS]], device=meta)
+        ]
+        self.tables = EmbeddingBagCollection(configs, device=torch.device("meta"))
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         """Return the logits ``(b,)``."""
-        live, crosses = self.live(ids), self.crosses(ids)
-        found = [*(live[name] for name in FOLLOWING), crosses[CROSS]]
-        return scores(torch.stack(found, dim=1))
+        found = self.tables(ids)
+        return scores(torch.stack([found[name] for name in (*IDS, CROSS)], dim=1))
 
 
 def build(data: Dataset, seed: int) -> DistributedModelParallel:
@@ -66,18 +60,17 @@ def build(data: Dataset, seed: int) -> DistributedModelParallel:
     machine = Machine(data)
     apply_optimizer_in_backward(RowWiseAdagrad, machine.parameters(), {"lr": _LR})
     sharder = EmbeddingBagCollectionSharder()
-    collections = {"live.inner": machine.live.inner, "crosses": machine.crosses}
-    plans = {
-        path: construct_module_sharding_plan(
-            collection,
-            {config.name: row_wise() for config in collection.embedding_bag_configs()},
-            sharder=sharder,
-            local_size=dist.get_world_size(),
-            world_size=dist.get_world_size(),
-            device_type="cpu",
-        )
-        for path, collection in collections.items()
-    }
+    plan = construct_module_sharding_plan(
+        machine.tables,
+        {feature.name: row_wise() for feature in data.sparse},
+        sharder=sharder,
+        local_size=dist.get_world_size(),
+        world_size=dist.get_world_size(),
+        device_type="cpu",
+    )
     return DistributedModelParallel(
-        machine, device=torch.device("cpu"), plan=ShardingPlan(plans), sharders=[sharder]
+        machine,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"tables": plan}),
+        sharders=[sharder],
     )

@@ -30,36 +30,30 @@ _POLL = 0.05  # seconds between two checks of the folder
 
 
 class Model:
-    """The served tables of two collections, and their day.
+    """The served tables, and their day.
 
-    A lookup sees the whole delta or none of it, but an answer reads two collections, which must be
-    of the same day. So a delta waits for answers that have begun.
+    A lookup sees the whole delta or none of it, but an answer names the day too. So a delta waits
+    for answers that have begun.
     """
 
     def __init__(self, base: Path) -> None:
-        self._collections = load_served(base)
+        self._tables = load_served(base)
         self._lock = threading.Lock()
         self.day = 0
 
     def apply_delta(self, delta: Path) -> None:
         """Apply the next day's delta."""
         with self._lock:
-            for each in self._collections.values():
-                each.apply_delta(delta)
+            self._tables.apply_delta(delta)
             self.day += 1
 
     def answer(self, ids: list[int], lengths: list[int]) -> dict[str, Any]:
         """Return the day and the logits."""
         examples = len(lengths) // 3  # of users, of movies, then of crosses
-        live, crosses = torch.tensor(lengths).split([2 * examples, examples])
-        live_ids, cross_ids = torch.tensor(ids).split([int(live.sum()), int(crosses.sum())])
         with self._lock, torch.no_grad():
             day = self.day
-            found = [
-                self._collections["live"](live_ids, live),
-                self._collections["crosses"](cross_ids, crosses),
-            ]
-        embedded = torch.cat(found, dim=1).view(examples, 3, -1)
+            found = self._tables(torch.tensor(ids), torch.tensor(lengths))
+        embedded = found.view(examples, 3, -1)
         return {"day": day, "logits": scores(embedded).tolist()}
 
 

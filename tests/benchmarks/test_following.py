@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("dist_sparse.extras.following")
+pytest.importorskip("torchrec")
 
 from benchmarks.following import DEFAULTS, DRIFTING, GRIDS, report, tune
 from benchmarks.following_case import rows_for

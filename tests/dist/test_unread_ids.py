@@ -10,7 +10,6 @@ import pytest
 import torch
 
 pytest.importorskip("torchrec")
-pytest.importorskip("dist_sparse.extras.following")
 
 from benchmarks import unread_ids
 from benchmarks.unread_ids import CASES, Case, fill, mapped, measured, reads, report, trained
