@@ -1,5 +1,5 @@
 """What FBGEMM's remap and TorchRec's pruned tables serve, where an artifact serves the model: see
-docs/benchmarks.md.
+docs/dev/log.md.
 
 If one of these fails after an update, they have been fixed: correct the table in the docs.
 """
