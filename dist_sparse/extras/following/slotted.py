@@ -26,7 +26,7 @@ from dist_sparse.compaction.collections import (
 )
 from dist_sparse.compaction.replacing import Change
 from dist_sparse.extras.following.slot_index import MOST_COUNTED, SlotIndex
-from dist_sparse.ids.row_index import RowIndex
+from dist_sparse.ids.row_index import UNKNOWN, RowIndex
 from dist_sparse.masking.masks import Held
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import check_module, collection_of
@@ -68,6 +68,8 @@ class FollowingIds(CompactIds):
         lookup_stats: the :class:`LookupStats` of each table, int64 ``(4,)``: training lookups on
             this rank since the last update, as of the last :meth:`count_batches`.
     """
+
+    records: ClassVar = True
 
     def __init__(self, tables: Sequence[Any], indexes: Mapping[str, Any], collection: Any) -> None:
         super().__init__(tables, indexes, collection)
@@ -121,10 +123,10 @@ class FollowingIds(CompactIds):
             found = rows >= 0, self._scales(ordered, rows)
         return found
 
-    def weights(self, ordered: KeyedJaggedTensor, rows: Tensor) -> Tensor | None:
+    def _weights(self, ordered: KeyedJaggedTensor, rows: Tensor) -> Tensor | None:
         """Return the weight of each id: float32 ``(n,)``, or None. Of a nursery row, a bag reads a
         multiple."""
-        weights = super().weights(ordered, rows)
+        weights: Tensor | None = ordered.weights_or_none()
         # Sequences are multiplied as they are returned.
         scales = self._scales(ordered, rows) if self.collection[0].pooled else None
         if weights is None or scales is None:
@@ -232,16 +234,22 @@ class FollowingIds(CompactIds):
         self.lookup_stats[table] += torch.tensor(stats)
         return distinct.cpu(), times.cpu()
 
-    def rows_of(self, table: str, ids: Tensor) -> Tensor:
-        # The base class reads a map of all ids, which each update would rebuild.
-        if table not in self.indexes:
-            return super().rows_of(table, ids)
-        slots: Tensor = self.indexes[table](ids)
-        return slots
+    def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
+        # The base class reads maps and bitmaps of all ids, which each update would rebuild.
+        parts = torch.split(ordered.values(), ordered.length_per_key())
+        return torch.cat(list(map(self._rows_of, self.feature_tables, parts)))
 
-    def record_batch(
+    def _rows_of(self, table: str, ids: Tensor) -> Tensor:
+        """Return the stored row of each id of a table, as :meth:`rows`."""
+        if table in self.indexes:
+            slots: Tensor = self.indexes[table](ids)
+            return slots
+        is_known = (ids >= 0) & (ids < self.num_ids[table])
+        return torch.where(is_known, ids.int(), UNKNOWN)
+
+    def record(
         self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, rows: Tensor
-    ) -> None:
+    ) -> Tensor | None:
         if not self.collection[0].pooled:
             # An update may change the index before the output of this batch is assembled.
             self._read[features] = rows >= 0, self._scales(ordered, rows)
@@ -249,6 +257,7 @@ class FollowingIds(CompactIds):
             # Copy the ids: the training loop may reuse its buffers.
             ids = ordered.values().clone()
             self._in_flight.append((weakref.ref(features), ids, ordered.length_per_key()))
+        return self._weights(ordered, rows)
 
 
 class _Following(IndexedCollection):
