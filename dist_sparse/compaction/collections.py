@@ -10,6 +10,7 @@ zero.
 import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any, ClassVar, NamedTuple, cast
@@ -73,13 +74,20 @@ class _Lookups(NamedTuple):
     joined: RowIndexes
 
 
-_NO_LOOKUPS = _Lookups([], [], {}, [], [], RowIndexes([], [], []))
-
-
 def _read_inside(rows: Tensor, ids: Tensor) -> Tensor:
     """Return the row of each id by a map of a table, :data:`UNKNOWN` for ids out of range."""
     inside = ids.clamp(0, len(rows) - 1)
     return torch.where(inside == ids, rows.index_select(0, inside), UNKNOWN)
+
+
+def _read_others(lookups: _Lookups, parts: list[Tensor]) -> None:
+    """Replace the ids of the features without a map by their rows, in one pass."""
+    ids = [parts[place] for place in lookups.others]
+    sizes = [len(part) for part in ids]
+    found, known = lookups.joined(torch.cat(ids), torch.tensor(sizes))
+    rows = torch.where(known, found, UNKNOWN)
+    for place, part in zip(lookups.others, torch.split(rows, sizes), strict=True):
+        parts[place] = part
 
 
 class CompactIds(nn.Module):
@@ -135,7 +143,7 @@ class CompactIds(nn.Module):
         small = sorted(indexes, key=self.num_ids.__getitem__)
         sums = list(accumulate(self.num_ids[name] for name in small))
         self._mapped = set(small[: bisect_right(sums, MAPPED_ROWS)])
-        self._lookups = _NO_LOOKUPS
+        self._lookups: _Lookups | None = None
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -146,7 +154,8 @@ class CompactIds(nn.Module):
     def nbytes(self) -> int:
         """Bytes of the indexes, and of the maps that lookups have built so far."""
         indexes: Iterable[Any] = self.indexes.values()
-        maps = sum(each.nbytes for each in self._lookups.maps.values())
+        built = {} if self._lookups is None else self._lookups.maps
+        maps = sum(each.nbytes for each in built.values())
         return sum([int(index.nbytes) for index in indexes], maps)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -237,9 +246,11 @@ class CompactIds(nn.Module):
         for index in self._index_list:
             words = index.words
             state += id(words), words._version
-        if state != self._lookups.state:
-            self._build_lookups(ids.device)
         lookups = self._lookups
+        if lookups is None or lookups.state != state:
+            # Free the memory of the last ones first.
+            self._lookups = lookups = None
+            lookups = self._lookups = self._build_lookups(ids.device)
         if not lookups.mapped:
             counts = ordered.lengths().view(len(self._features), -1).sum(1)
             found, known = lookups.joined(ids, counts)
@@ -252,27 +263,17 @@ class CompactIds(nn.Module):
             except IndexError:
                 parts[place] = _read_inside(rows, parts[place])
         if lookups.others:
-            self._read_others(parts)
+            _read_others(lookups, parts)
         return torch.cat(parts)
-
-    def _read_others(self, parts: list[Tensor]) -> None:
-        """Replace the ids of the features without a map by their rows, in one pass."""
-        others = self._lookups.others
-        ids = [parts[place] for place in others]
-        sizes = [len(part) for part in ids]
-        found, known = self._lookups.joined(torch.cat(ids), torch.tensor(sizes))
-        rows = torch.where(known, found, UNKNOWN)
-        for place, part in zip(others, torch.split(rows, sizes), strict=True):
-            parts[place] = part
 
     def __getstate__(self) -> dict[str, Any]:
         # The version of a copied tensor starts at 0 again, so stale lookups could pass as current.
-        return {**self.__dict__, "_lookups": _NO_LOOKUPS}
+        return {**self.__dict__, "_lookups": None}
 
-    def _build_lookups(self, device: torch.device) -> None:
-        """Build what :meth:`rows` reads, for ids on a device."""
-        # Free the memory of the last ones first.
-        self._lookups = _NO_LOOKUPS
+    # Tensors of inference mode have no version, and no load could write into them.
+    @torch.inference_mode(False)
+    def _build_lookups(self, device: torch.device) -> _Lookups:
+        """Return what :meth:`rows` reads, for ids on a device."""
         indexes: dict[str, Any] = dict(self.indexes.items())
         # A device has one pass for all features: there, each launch takes longer than its lookups.
         names = self._mapped if device.type == "cpu" else set[str]()
@@ -297,7 +298,7 @@ class CompactIds(nn.Module):
         state: list[object] = [device]
         for each in words:
             state += id(each), each._version
-        self._lookups = _Lookups(state, words, maps, mapped, others, joined)
+        return _Lookups(state, words, maps, mapped, others, joined)
 
     def read(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor | None]:
         """Return which ids of a translated batch have a row: bool ``(n,)``, in the order of
@@ -318,7 +319,7 @@ class CompactIds(nn.Module):
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return a copy of the index of each table that has removed rows."""
-        return {table: cast(RowIndex, index).copy() for table, index in self.indexes.items()}
+        return {table: deepcopy(cast(RowIndex, index)) for table, index in self.indexes.items()}
 
 
 class IndexedCollection(CompactCollection):
@@ -516,12 +517,18 @@ class _Zeros(_Outputs):
         features = ids.ordered(features)
         lengths = features.lengths().view(len(ids.names), -1)
         out: dict[str, JaggedTensor] = {}
-        start = 0
+        start = looked_up = 0
+        places = None
         for name, count, of_bags in zip(ids.names, features.length_per_key(), lengths, strict=True):
             values: Tensor = found[name].values()
+            last = looked_up + len(values)
             if len(values) < count:
-                [places] = kept[start : start + count].nonzero(as_tuple=True)
-                values = values.new_zeros(count, values.shape[1]).index_copy(0, places, values)
+                if places is None:
+                    # Of all features at once: the host waits once for a device.
+                    [places] = kept.nonzero(as_tuple=True)
+                own = places[looked_up:last] - start
+                values = values.new_zeros(count, values.shape[1]).index_copy(0, own, values)
+            looked_up = last
             if scales is not None:
                 values = values * scales[start : start + count, None]
             out[name] = JaggedTensor(values=values, lengths=of_bags)

@@ -155,9 +155,13 @@ class RowIndex(nn.Module):
             found = torch.where(found < 0, self.num_kept, found)
         return torch.where(inside == ids, found, UNKNOWN)
 
-    def copy(self) -> RowIndex:
-        """Return a copy, with memory of its own: see :meth:`RowIndexes.share_with`."""
-        return RowIndex(self.words.clone(), self.rows, self.default_row)
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a part of RowIndexes would have all of its memory.
+        state = self.__dict__.copy()
+        state["_buffers"] = dict(self.named_buffers(remove_duplicate=False))
+        for name in ("words", "counts"):
+            state["_buffers"][name] = state["_buffers"][name].clone()
+        return state
 
     def kept(self) -> Tensor:
         """Return flags of the kept rows: bool ``(rows,)``."""
@@ -392,11 +396,11 @@ class UnknownLookups:
         """
         # A table may have several features.
         found: defaultdict[str, list[Tensor]] = defaultdict(list)
-        # Copied to the host at once: it would wait for a device at each feature.
-        [places] = unknown.nonzero(as_tuple=True)
-        bad = ids.index_select(0, places).cpu()
+        [at] = unknown.nonzero(as_tuple=True)
+        # In one copy: the host would wait for a device at each feature.
+        places, bad = torch.stack((at, ids.index_select(0, at))).cpu()
         ends = torch.tensor(list(accumulate(lengths)))
-        stops = torch.searchsorted(places.cpu(), ends)
+        stops = torch.searchsorted(places, ends)
         for table, some in zip(self._features, bad.tensor_split(stops[:-1]), strict=True):
             if len(some):
                 found[table].append(some)
