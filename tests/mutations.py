@@ -132,7 +132,7 @@ MUTATIONS = [
     M("planning/plan.py", "            fitting[choice.kind, choice.candidate.dtype] = choice\n", "            fitting.setdefault((choice.kind, choice.candidate.dtype), choice)\n", "tests/planning/test_plan.py -k never_touched"),
     # -- serving
     # ---------------------------------------------------------------------------------------------------------
-    M("tables/jagged.py", "fits = fits and int(least) >= 0 and int(most) <= n", "pass", "tests/serving/test_malformed.py -k modules"),
+    M("tables/jagged.py", "fits = fits and least >= 0 and most <= n", "pass", "tests/serving/test_malformed.py -k modules"),
     M("tables/jagged.py", "if not fits or not torch.equal(offsets, offsets.cummax(0)[0]):", "if not fits:", "tests/serving/test_bags_of_torch.py"),
     M("torchrec/port.py", "    check_lengths(values, lengths, len(keys))\n", "", "tests/serving/test_malformed.py -k modules"),
     M("serving/sources.py", "whole.weighted or (\"optional\" if weighs_some else False)", "whole.weighted", "tests/serving/test_weights.py -k weighs_what"),

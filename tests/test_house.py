@@ -62,9 +62,9 @@ LIMITS = {
     "calls of state_dict()": 359,
     "calls of load_state_dict()": 1602,
     "calls of export()": 1410,
-    "calls of a served lookup": 22,
+    "calls of a served lookup": 20,
     "calls of compact()": 1947,
-    "calls of a forward of a compact model": 16,
+    "calls of a forward of a compact model": 7,
 }
 NO_EXAMPLE = {
     "COL",  # a string

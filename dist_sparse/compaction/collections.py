@@ -23,8 +23,8 @@ from dist_sparse.ids.row_index import (
     REMOVED,
     UNKNOWN,
     RowIndex,
+    RowIndexes,
     UnknownLookups,
-    check_ids,
 )
 from dist_sparse.tables.jagged import check_lengths
 from dist_sparse.tables.modules import collection_of
@@ -54,6 +54,42 @@ _log = logging.getLogger(__name__)
 MAPPED_ROWS = 1 << 22
 
 
+class _Lookups(NamedTuple):
+    """What a translation of ids reads.
+
+    Args:
+        state: the device of the ids, and the identity and version of the bits of each index.
+        words: these bits: while they are here, no other tensor can have their identity.
+        maps: the row of every id of a small table, by table; none on a device.
+        mapped: the place of each feature whose table has a map, with the map.
+        others: the places of the other features.
+        joined: the index of the other features.
+    """
+
+    state: list[object]
+    words: list[Tensor]
+    maps: dict[str, Tensor]
+    mapped: list[tuple[int, Tensor]]
+    others: list[int]
+    joined: RowIndexes
+
+
+def _read_inside(rows: Tensor, ids: Tensor) -> Tensor:
+    """Return the row of each id by a map of a table, :data:`UNKNOWN` for ids out of range."""
+    inside = ids.clamp(0, len(rows) - 1)
+    return torch.where(inside == ids, rows.index_select(0, inside), UNKNOWN)
+
+
+def _read_others(lookups: _Lookups, parts: list[Tensor]) -> None:
+    """Replace the ids of the features without a map by their rows, in one pass."""
+    ids = [parts[place] for place in lookups.others]
+    sizes = [len(part) for part in ids]
+    found, known = lookups.joined(torch.cat(ids), torch.tensor(sizes))
+    rows = torch.where(known, found, UNKNOWN)
+    for place, part in zip(lookups.others, torch.split(rows, sizes), strict=True):
+        parts[place] = part
+
+
 class CompactIds(nn.Module):
     """Translate a KeyedJaggedTensor of ids into one of stored rows, without the ids that have no
     row.
@@ -79,7 +115,11 @@ class CompactIds(nn.Module):
         indexes: as given.
         collection: the compact collection, in a list.
         feature_tables: the table of each feature, in the order of :meth:`ordered`.
+        num_ids: the number of ids of each table.
+        records: whether a subclass has :meth:`record`, which is a call of each forward.
     """
+
+    records: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -93,15 +133,17 @@ class CompactIds(nn.Module):
         self.collection = [collection]
         self._features = [*chain.from_iterable(table.feature_names for table in tables)]
         self.feature_tables = [table.name for table in tables for _ in table.feature_names]
-        self._rows = {table.name: table.num_embeddings for table in tables}
+        self.num_ids = {table.name: table.num_embeddings for table in tables}
         self._means = [each.name for each in table_configs(tables) if each.pooling == "mean"]
         self.indexes = nn.ModuleDict(indexes)
-        self._unknown = UnknownLookups(self._rows, self.feature_tables)
+        # A list: in each forward, reading a module of another one takes as long as a short lookup.
+        self._index_list = list(indexes.values())
+        self._unknown = UnknownLookups(self.num_ids, self.feature_tables)
         # Small tables first: more lookups for the same memory.
-        small = sorted(indexes, key=self._rows.__getitem__)
-        sums = list(accumulate(self._rows[name] for name in small))
+        small = sorted(indexes, key=self.num_ids.__getitem__)
+        sums = list(accumulate(self.num_ids[name] for name in small))
         self._mapped = set(small[: bisect_right(sums, MAPPED_ROWS)])
-        self._maps: dict[str, _Map] = {}
+        self._lookups: _Lookups | None = None
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -112,7 +154,8 @@ class CompactIds(nn.Module):
     def nbytes(self) -> int:
         """Bytes of the indexes, and of the maps that lookups have built so far."""
         indexes: Iterable[Any] = self.indexes.values()
-        maps = sum(each.rows.nbytes for each in self._maps.values())
+        built = {} if self._lookups is None else self._lookups.maps
+        maps = sum(each.nbytes for each in built.values())
         return sum([int(index.nbytes) for index in indexes], maps)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -125,7 +168,7 @@ class CompactIds(nn.Module):
                 rows.
         """
         self._refuse_batch(features)
-        ordered = self.ordered(features)
+        ordered = reordered(features, self._features)
         rows, lengths = self.rows(ordered), ordered.lengths()
         # One minimum tells whether all ids have a row, and whether one is out of range.
         least = int(rows.min()) if len(rows) else 0
@@ -133,8 +176,9 @@ class CompactIds(nn.Module):
         if least < REMOVED:
             flags = rows == UNKNOWN
             self._report(self._unknown.add(ordered.values(), flags, ordered.length_per_key()))
-        self.record_batch(features, ordered, rows)
-        weights = self.weights(ordered, rows)
+        weights = ordered.weights_or_none()
+        if self.records:
+            weights = self.record(features, ordered, rows)
         if least < 0:
             kept = rows >= 0
             weights = None if weights is None else weights.masked_select(kept)
@@ -157,7 +201,6 @@ class CompactIds(nn.Module):
                 " sample, or train the masked model; expand() restores it."
             )
         ids, weights = features.values(), features.weights_or_none()
-        check_ids(ids)
         # Ids after the last bag are refused: TorchRec adds them to it in some shardings.
         check_lengths(ids, features.lengths(), len(features.keys()))
         if weights is not None:
@@ -177,16 +220,12 @@ class CompactIds(nn.Module):
                 " ids: leave the weights out, or use weighted sums."
             )
 
-    def record_batch(
+    def record(
         self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, rows: Tensor
-    ) -> None:
-        """Record a translated batch; a hook for subclasses. ``rows`` are :meth:`rows`."""
-
-    def weights(self, ordered: KeyedJaggedTensor, rows: Tensor) -> Tensor | None:
-        """Return the weight of each id of a batch; a hook for subclasses. ``rows`` are
-        :meth:`rows`."""
-        weights: Tensor | None = ordered.weights_or_none()
-        return weights
+    ) -> Tensor | None:
+        """Record a translated batch, and return the weight of each id; a hook for subclasses that
+        set :attr:`records`. ``rows`` are :meth:`rows`."""
+        raise NotImplementedError
 
     def ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the features of the collection in the order of its tables. A feature that two
@@ -201,39 +240,65 @@ class CompactIds(nn.Module):
         """Return the stored row of each id: int32 ``(n,)``.
         :data:`~dist_sparse.ids.row_index.REMOVED` for an id without a row,
         :data:`~dist_sparse.ids.row_index.UNKNOWN` for an id out of range."""
-        parts = torch.split(ordered.values(), ordered.length_per_key())
-        return torch.cat(list(map(self.rows_of, self.feature_tables, parts)))
-
-    def rows_of(self, table: str, ids: Tensor) -> Tensor:
-        """Return the stored row of each id of a table, as :meth:`rows`; a hook for subclasses."""
-        if table in self._mapped and ids.device.type == "cpu":
+        ids = ordered.values()
+        # A load writes into the words, moving the module replaces them.
+        state: list[object] = [ids.device]
+        for index in self._index_list:
+            words = index.words
+            state += id(words), words._version
+        lookups = self._lookups
+        if lookups is None or lookups.state != state:
+            # Free the memory of the last ones first.
+            self._lookups = lookups = None
+            lookups = self._lookups = self._build_lookups(ids.device)
+        if not lookups.mapped:
+            counts = ordered.lengths().view(len(self._features), -1).sum(1)
+            found, known = lookups.joined(ids, counts)
+            return torch.where(known, found, UNKNOWN)
+        parts = list(torch.split(ids, ordered.length_per_key()))
+        for place, rows in lookups.mapped:
             try:
                 # On the CPU, index_select checks the range of every id: no pass for that here.
-                return self._map(table).index_select(0, ids)
+                parts[place] = rows.index_select(0, parts[place])
             except IndexError:
-                # An id is out of range: mark it below.
-                pass
-        # Clamped ids read inside the map; the ids that clamping changed are marked at the end.
-        found = inside = ids.clamp(0, self._rows[table] - 1)
-        if table in self._mapped:
-            found = self._map(table).index_select(0, inside)
-        elif table in self.indexes:
-            found = self.indexes[table](inside)
-        return torch.where(inside == ids, found.int(), UNKNOWN)
+                parts[place] = _read_inside(rows, parts[place])
+        if lookups.others:
+            _read_others(lookups, parts)
+        return torch.cat(parts)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The version of a copied tensor starts at 0 again, so stale maps could pass as current.
-        return {**self.__dict__, "_maps": {}}
+        # The version of a copied tensor starts at 0 again, so stale lookups could pass as current.
+        return {**self.__dict__, "_lookups": None}
 
-    def _map(self, table: str) -> Tensor:
-        """Return the row of every id of a small table, as :meth:`rows` does."""
-        index: Any = self.indexes[table]
-        state, held = index.words, self._maps.get(table)
-        # A load writes into the tensor, moving the module replaces it.
-        if held is None or held.state is not state or held.version != state._version:
-            ids = torch.arange(index.rows, device=state.device)
-            held = self._maps[table] = _Map(state, state._version, index(ids).int())
-        return held.rows
+    # Tensors of inference mode have no version, and no load could write into them.
+    @torch.inference_mode(False)
+    def _build_lookups(self, device: torch.device) -> _Lookups:
+        """Return what :meth:`rows` reads, for ids on a device."""
+        indexes: dict[str, Any] = dict(self.indexes.items())
+        # A device has one pass for all features: there, each launch takes longer than its lookups.
+        names = self._mapped if device.type == "cpu" else set[str]()
+        maps = {name: indexes[name](torch.arange(self.num_ids[name])).int() for name in names}
+        mapped = []
+        others = []
+        for place, table in enumerate(self.feature_tables):
+            if table in maps:
+                mapped.append((place, maps[table]))
+            else:
+                others.append(place)
+        tables = list(dict.fromkeys(self.feature_tables[place] for place in others))
+        joined = RowIndexes(
+            [indexes.get(table) for table in tables],
+            [self.num_ids[table] for table in tables],
+            [tables.index(self.feature_tables[place]) for place in others],
+        ).to(device)
+        # Wait for the copy: another stream may get the memory that is freed now.
+        joined.words[-1:].tolist()
+        joined.share_with([indexes.get(table) for table in tables])
+        words = [index.words for index in self._index_list]
+        state: list[object] = [device]
+        for each in words:
+            state += id(each), each._version
+        return _Lookups(state, words, maps, mapped, others, joined)
 
     def read(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor | None]:
         """Return which ids of a translated batch have a row: bool ``(n,)``, in the order of
@@ -255,14 +320,6 @@ class CompactIds(nn.Module):
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return a copy of the index of each table that has removed rows."""
         return {table: deepcopy(cast(RowIndex, index)) for table, index in self.indexes.items()}
-
-
-class _Map(NamedTuple):
-    """The row of every id of a table, and the index state that it was built from."""
-
-    state: Tensor
-    version: int
-    rows: Tensor
 
 
 class IndexedCollection(CompactCollection):
@@ -460,12 +517,18 @@ class _Zeros(_Outputs):
         features = ids.ordered(features)
         lengths = features.lengths().view(len(ids.names), -1)
         out: dict[str, JaggedTensor] = {}
-        start = 0
+        start = looked_up = 0
+        places = None
         for name, count, of_bags in zip(ids.names, features.length_per_key(), lengths, strict=True):
             values: Tensor = found[name].values()
+            last = looked_up + len(values)
             if len(values) < count:
-                [places] = kept[start : start + count].nonzero(as_tuple=True)
-                values = values.new_zeros(count, values.shape[1]).index_copy(0, places, values)
+                if places is None:
+                    # Of all features at once: the host waits once for a device.
+                    [places] = kept.nonzero(as_tuple=True)
+                own = places[looked_up:last] - start
+                values = values.new_zeros(count, values.shape[1]).index_copy(0, own, values)
+            looked_up = last
             if scales is not None:
                 values = values * scales[start : start + count, None]
             out[name] = JaggedTensor(values=values, lengths=of_bags)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.ids.row_index import REMOVED, UNKNOWN, RowIndex, check_ids
+from dist_sparse.ids.row_index import REMOVED, UNKNOWN, RowIndex
 from dist_sparse.tables.hashing import STEP, logical_shift, mix64
+from dist_sparse.tables.jagged import check_ids
 from dist_sparse.tables.modules import weight_name
 from dist_sparse.tables.protocols import TableConfig
 from dist_sparse.tables.shards import Rect

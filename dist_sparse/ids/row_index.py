@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,16 +30,6 @@ UNKNOWN = -2
 
 # Rows are counted in int32.
 _MOST_ROWS = 2**31 - 1
-
-
-def check_ids(ids: Tensor) -> None:
-    """Refuse dtypes whose values a cast could turn into other ids.
-
-    Raises:
-        ValueError: they are not int32 or int64.
-    """
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"Invalid ids of dtype {ids.dtype}: must be int32 or int64.")
 
 
 def _num_words(rows: int) -> int:
@@ -164,6 +155,14 @@ class RowIndex(nn.Module):
             found = torch.where(found < 0, self.num_kept, found)
         return torch.where(inside == ids, found, UNKNOWN)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a part of RowIndexes would have all of its memory.
+        state = self.__dict__.copy()
+        state["_buffers"] = dict(self.named_buffers(remove_duplicate=False))
+        for name in ("words", "counts"):
+            state["_buffers"][name] = state["_buffers"][name].clone()
+        return state
+
     def kept(self) -> Tensor:
         """Return flags of the kept rows: bool ``(rows,)``."""
         return unpack(self.words.view(torch.uint8), self.rows)
@@ -250,6 +249,16 @@ class RowIndexes(nn.Module):
         self._removed_rows = [of_tables[table][2] for table in features]
         of_features = torch.tensor([of_tables[table] for table in features]).view(-1, 3)
         self.register_buffer("of_features", of_features.T.contiguous())
+
+    def share_with(self, tables: Sequence[RowIndex | None]) -> None:
+        """Let the tables that this was built of keep their bits and counts in the memory of this
+        one."""
+        start = 0
+        for table in tables:
+            if table is not None:
+                stop = start + len(table.words)
+                table.words, table.counts = self.words[start:stop], self.counts[start:stop]
+                start = stop
 
     def tables(self) -> dict[int, RowIndex]:
         """Return a copy of each table's index, by the table's position; none for tables that keep
@@ -387,13 +396,14 @@ class UnknownLookups:
         """
         # A table may have several features.
         found: defaultdict[str, list[Tensor]] = defaultdict(list)
-        sizes = list(lengths)
-        parts = zip(
-            self._features, torch.split(ids, sizes), torch.split(unknown, sizes), strict=True
-        )
-        for table, some, flags in parts:
-            if bool(flags.any()):
-                found[table].append(some[flags])
+        [at] = unknown.nonzero(as_tuple=True)
+        # In one copy: the host would wait for a device at each feature.
+        places, bad = torch.stack((at, ids.index_select(0, at))).cpu()
+        ends = torch.tensor(list(accumulate(lengths)))
+        stops = torch.searchsorted(places, ends)
+        for table, some in zip(self._features, bad.tensor_split(stops[:-1]), strict=True):
+            if len(some):
+                found[table].append(some)
         described = {}
         for table, some_ids in found.items():
             ids = torch.cat(some_ids)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.ids.row_index import RowIndex, RowIndexes, check_ids
+from dist_sparse.ids.row_index import RowIndex, RowIndexes
 from dist_sparse.serving.books import ENTRIES, gather_entries
 from dist_sparse.serving.encodings import Tensors, books_of, decode
 from dist_sparse.serving.manifest import Collection, Pooling, Table
@@ -492,7 +492,6 @@ class QuantizedCollection(nn.Module):
         from dist_sparse.torchrec import port
 
         values, lengths, weights = port.unpack_ids(ids, self.features, self.rule.check)
-        check_ids(values)
         counts = check_lengths(values, lengths, len(self.features))
         if weights is None and not self.rule.refusal:
             # TorchRec's collection takes weights in every batch or in none.

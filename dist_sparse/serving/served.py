@@ -23,7 +23,6 @@ from dist_sparse.ids.row_index import (
     RowIndexes,
     Tally,
     UnknownLookups,
-    check_ids,
 )
 from dist_sparse.serving.artifact import (
     Folders,
@@ -50,7 +49,7 @@ from dist_sparse.serving.lookup import (
     weights_rule,
 )
 from dist_sparse.serving.manifest import Collection, Delta, Manifest
-from dist_sparse.tables.jagged import bag_offsets, check_lengths
+from dist_sparse.tables.jagged import bag_offsets, check_ids, check_lengths
 from dist_sparse.text import printable
 from dist_sparse.torchrec import kernels
 
@@ -209,7 +208,6 @@ class ServedLookup(nn.Module):
     ) -> Tensor:
         """Find the rows of ids, and return them pooled. The other arguments are the fields of
         :class:`JaggedRows`."""
-        check_ids(ids)
         rows, known = self.index(ids, counts)
         if torch.compiler.is_compiling():
             # A traced graph has no values to count: its branches are fixed.
@@ -323,6 +321,7 @@ class EmbeddingLookup(ServedLookup):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the row of each id, float32 ``(*ids.shape, columns)``; ``ids`` are int32 or int64,
         of any shape."""
+        check_ids(ids)
         # One bag of all ids. The pooling of this kind of lookup is "none".
         flat = ids.reshape(-1)
         count = torch.full((1,), flat.size(0), dtype=torch.int32, device=ids.device)

@@ -8,6 +8,7 @@ before the kernels. TorchScript compiles :func:`offsets_fit` and :func:`check_we
 import torch
 from torch import Tensor
 
+_INTEGERS = (torch.int32, torch.int64)
 _LENGTHS = (
     "Lengths must add up to the number of ids, and none may be negative; there are fewer than 2**31"
     " ids."
@@ -15,18 +16,31 @@ _LENGTHS = (
 _OFFSETS = "Offsets begin with 0, never fall, and end with the number of ids."
 
 
+def check_ids(ids: Tensor) -> None:
+    """Refuse dtypes whose values a cast could turn into other ids.
+
+    Raises:
+        ValueError: they are not int32 or int64.
+    """
+    if ids.dtype not in _INTEGERS:
+        raise ValueError(f"Invalid ids of dtype {ids.dtype}: must be int32 or int64.")
+
+
 def check_lengths(ids: Tensor, lengths: Tensor, features: int) -> Tensor:
     """Return how many ids each feature has: int64 ``(features,)``.
 
     Args:
-        ids: ``(n,)``, feature after feature, and within a feature bag after bag.
+        ids: int32 or int64 ``(n,)``, feature after feature, and within a feature bag after bag.
         lengths: int32 or int64 ``(features * bags,)``: how many ids each bag has.
 
     Raises:
-        ValueError: lengths are negative or do not add up to ``n``, or their shape or dtype is
-            another.
+        ValueError: lengths are negative or do not add up to ``n``, or the shape or dtype of either
+            is another.
     """
-    _check_vectors("lengths", ids, lengths)
+    # Each lookup comes here: no call unless something is wrong.
+    is_integer = ids.dtype in _INTEGERS and lengths.dtype in _INTEGERS
+    if not (is_integer and ids.dim() == lengths.dim() == 1):
+        _refuse_vectors("lengths", ids, lengths)
     n = ids.size(0)
     if torch.compiler.is_compiling():
         counts = lengths.view(features, -1).sum(1)
@@ -41,11 +55,16 @@ def check_lengths(ids: Tensor, lengths: Tensor, features: int) -> Tensor:
             f" {features} features."
         )
     counts = lengths.view(features, -1).sum(1)
-    # Python's integers don't wrap, and sums of lengths up to n can't.
-    fits = sum(counts.tolist()) == n < 2**31
+    sums = [0]
+    extremes = [0, 0]
     if lengths.size(0):
-        least, most = torch.aminmax(lengths)
-        fits = fits and int(least) >= 0 and int(most) <= n
+        # In one tensor: the host waits once for a device.
+        numbers = torch.hstack((counts, *torch.aminmax(lengths))).tolist()
+        sums, extremes = numbers[:-2], numbers[-2:]
+    least, most = extremes
+    # Python's integers don't wrap, and sums of lengths up to n can't.
+    fits = sum(sums) == n < 2**31
+    fits = fits and least >= 0 and most <= n
     if not fits:
         raise ValueError(_LENGTHS)
     return counts
@@ -56,15 +75,17 @@ def bag_offsets(ids: Tensor, offsets: Tensor, has_last: bool) -> Tensor:
     ``(bags + 1,)``.
 
     Args:
-        ids: ``(n,)``, bag after bag.
+        ids: int32 or int64 ``(n,)``, bag after bag.
         offsets: int32 or int64 ``(bags,)``, with ``has_last`` ``(bags + 1,)``.
         has_last: whether the last offset is the end of the last bag.
 
     Raises:
-        ValueError: offsets do not begin with 0, fall, or do not end with ``n``, or have the wrong
-            shape or dtype.
+        ValueError: offsets do not begin with 0, fall, or do not end with ``n``, or the shape or
+            dtype of either is wrong.
     """
-    _check_vectors("offsets", ids, offsets)
+    is_integer = ids.dtype in _INTEGERS and offsets.dtype in _INTEGERS
+    if not (is_integer and ids.dim() == offsets.dim() == 1):
+        _refuse_vectors("offsets", ids, offsets)
     n = ids.size(0)
     if not has_last:
         offsets = torch.cat([offsets, offsets.new_full((1,), n)])
@@ -119,11 +140,13 @@ def check_weights(
     return weights.float().contiguous()
 
 
-def _check_vectors(name: str, ids: Tensor, bags: Tensor) -> None:
+def _refuse_vectors(name: str, ids: Tensor, bags: Tensor) -> None:
+    """Raise ValueError with what is wrong with ids, or with the lengths or offsets of their
+    bags."""
+    check_ids(ids)
     if ids.dim() != 1 or bags.dim() != 1:
         raise ValueError(
             f"Invalid {name} of shape {tuple(bags.shape)} for ids of shape {tuple(ids.shape)}: both"
             " must be 1-D."
         )
-    if bags.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"Invalid {name} of dtype {bags.dtype}: must be int32 or int64.")
+    raise ValueError(f"Invalid {name} of dtype {bags.dtype}: must be int32 or int64.")

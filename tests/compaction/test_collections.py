@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -171,7 +172,10 @@ def test_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compact.ids.unknown == {"a": 8, "b": 12, "c": 4, "d": 6}
 
 
-@pytest.mark.parametrize("mapped", [0, 40, 10**6], ids=["bitmaps", "both", "maps"])
+MAPPED = pytest.mark.parametrize("mapped", [0, 40, 10**6], ids=["bitmaps", "both", "maps"])
+
+
+@MAPPED
 def test_maps_equal_the_index(monkeypatch: pytest.MonkeyPatch, mapped: int) -> None:
     """Bit for bit what the index of all tables finds, whichever tables are small; int32 and
     int64."""
@@ -192,8 +196,11 @@ def test_maps_equal_the_index(monkeypatch: pytest.MonkeyPatch, mapped: int) -> N
     assert ids.nbytes - before == 4 * {0: 0, 40: 20, 10**6: 103}[mapped]
 
 
-def test_maps_follow_the_index() -> None:
-    """A state that is loaded, and a module that is copied or moved, have maps of their own bits."""
+@MAPPED
+def test_lookups_follow_the_index(monkeypatch: pytest.MonkeyPatch, mapped: int) -> None:
+    """A state that is loaded, and a module that is copied or moved, look up their own bits; also
+    after a first lookup in inference mode."""
+    monkeypatch.setattr(collections, "MAPPED_ROWS", mapped)
     flags = kept()
     first = CompactEmbeddingBagCollection(
         TABLES, {name: RowIndex.of(each) for name, each in flags.items()}
@@ -203,13 +210,28 @@ def test_maps_follow_the_index() -> None:
     )
     given = features(6)
     want = first(given).values()
-    other(given)
+    with torch.inference_mode():
+        other(given)
     copied = copy.deepcopy(other)
     for made in (other, copied):
         made.load_state_dict(first.state_dict())
         assert torch.equal(made(given).values(), want)
     copied.ids.indexes["d"].words = torch.zeros_like(first.ids.indexes["d"].words)
     assert not copied(given)["j"].any()
+
+
+def test_indexes_in_one_memory_are_copied_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collections, "MAPPED_ROWS", 0)
+    compact = CompactEmbeddingBagCollection(
+        TABLES, {name: RowIndex.of(each) for name, each in kept().items()}
+    )
+    compact(features(6))
+    memory = compact.ids.indexes["a"].words.untyped_storage()
+    for index in compact.ids.indexes.values():
+        assert index.words.untyped_storage().data_ptr() == memory.data_ptr()
+    for index in compact.table_indexes().values():
+        assert index.words.untyped_storage().nbytes() == index.words.nbytes < memory.nbytes()
+        assert index.counts.untyped_storage().nbytes() == index.counts.nbytes
 
 
 def test_refused_features() -> None:
@@ -224,3 +246,34 @@ def test_refused_features() -> None:
     )
     with pytest.raises(ValueError, match="Batch sizes that differ between features"):
         compact(varying)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_operations_do_not_grow_with_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tables without a map."""
+    monkeypatch.setattr(collections, "MAPPED_ROWS", 0)
+    counted = []
+    for features in (2, 26):
+        names = [f"f{number}" for number in range(features)]
+        tables = [
+            EmbeddingBagConfig(name=name, num_embeddings=50, embedding_dim=4, feature_names=[name])
+            for name in names
+        ]
+        index = {name: RowIndex.of(kept()["a"]) for name in names}
+        ids = CompactEmbeddingBagCollection(tables, index).ids
+        lengths = torch.ones(3 * features, dtype=torch.int64)
+        given = KeyedJaggedTensor(names, torch.arange(3 * features) % 50, lengths=lengths)
+        ids(given)
+        with Operations() as operations:
+            ids(given)
+        counted.append(operations.count)
+    assert counted[0] == counted[1]

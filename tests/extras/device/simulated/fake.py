@@ -351,9 +351,11 @@ def _no_numpy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
 def _repeat_interleave(
     tensor: Any, repeats: Any = None, dim: Any = None, *, output_size: Any = None
 ) -> Any:
-    if isinstance(repeats, Tensor) and output_size is None:
+    if not isinstance(repeats, int) and output_size is None:
         ACCOUNT.wait("repeat_interleave without output_size")
-    out = inner(tensor).repeat_interleave(inner(repeats), dim, output_size=output_size)
+    # With one argument, that is the repeats, of places.
+    given = [inner(tensor)] if repeats is None else [inner(tensor), inner(repeats), dim]
+    out = torch.repeat_interleave(*given, output_size=output_size)
     ACCOUNT.launch("repeat_interleave", out, out, times=3)
     return _wrapped(out)
 
