@@ -31,7 +31,6 @@ Extras, which the rest works without:
     dist_sparse.extras.report     RunLog, read_run() and write_report(): what happened in a run
     dist_sparse.extras.frontier   frontier(): metrics of a trained model at a few sizes
     dist_sparse.extras.codes      quantize(): a byte per group of columns, in training and serving
-    dist_sparse.extras.following  FollowingTables: rows for the most looked-up ids
     dist_sparse.extras.rotation   Rotation, rotate(): narrower tables, columns by importance
     dist_sparse.extras.guard      Guard: undoes a mask update that costs quality
     dist_sparse.extras.lightning  SparsifyCallback

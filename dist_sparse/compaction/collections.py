@@ -116,10 +116,7 @@ class CompactIds(nn.Module):
         collection: the compact collection, in a list.
         feature_tables: the table of each feature, in the order of :meth:`ordered`.
         num_ids: the number of ids of each table.
-        records: whether a subclass has :meth:`record`, which is a call of each forward.
     """
-
-    records: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -177,8 +174,6 @@ class CompactIds(nn.Module):
             flags = rows == UNKNOWN
             self._report(self._unknown.add(ordered.values(), flags, ordered.length_per_key()))
         weights = ordered.weights_or_none()
-        if self.records:
-            weights = self.record(features, ordered, rows)
         if least < 0:
             kept = rows >= 0
             weights = None if weights is None else weights.masked_select(kept)
@@ -219,13 +214,6 @@ class CompactIds(nn.Module):
                 " TorchRec divides by the sum of the weights if rows are cut, else by the number of"
                 " ids: leave the weights out, or use weighted sums."
             )
-
-    def record(
-        self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, rows: Tensor
-    ) -> Tensor | None:
-        """Record a translated batch, and return the weight of each id; a hook for subclasses that
-        set :attr:`records`. ``rows`` are :meth:`rows`."""
-        raise NotImplementedError
 
     def ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the features of the collection in the order of its tables. A feature that two
@@ -300,13 +288,6 @@ class CompactIds(nn.Module):
             state += id(each), each._version
         return _Lookups(state, words, maps, mapped, others, joined)
 
-    def read(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor | None]:
-        """Return which ids of a translated batch have a row: bool ``(n,)``, in the order of
-        :meth:`ordered`; and the number by which each id's row is multiplied: float32 ``(n,)``, or
-        None."""
-        # Looked up again, because the input distribution has no room for the flags.
-        return self.rows(self.ordered(features)) >= 0, None
-
     def _report(self, unknown: Mapping[str, str]) -> None:
         """Raise or log for ids out of range, as the collection did before it was compact."""
         modes = collection_of(self.collection[0].inner).bounds_checks()
@@ -339,7 +320,6 @@ class IndexedCollection(CompactCollection):
     """
 
     pooled: ClassVar[bool]
-    translation: ClassVar[type[CompactIds]] = CompactIds
 
     def __init__(
         self,
@@ -354,7 +334,7 @@ class IndexedCollection(CompactCollection):
         self.tables = table_configs(tables)
         self.weighted = is_weighted
         # Not moved to ``device``: on the meta device the indexes would lose their values.
-        self.ids = self.translation(tables, indexes, self)
+        self.ids = CompactIds(tables, indexes, self)
         # Again, in a list, because pipelines replace the attribute ``ids``.
         self.translations = [self.ids]
         stored = []
@@ -505,7 +485,7 @@ class CompactEmbeddingCollection(IndexedCollection):
 
 
 class _Zeros(_Outputs):
-    """Insert zero vectors at the places of ids without a row, and scale the others."""
+    """Insert zero vectors at the places of ids without a row."""
 
     def forward(self, found: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one vector for each id of every key."""
@@ -513,8 +493,9 @@ class _Zeros(_Outputs):
         # A sharded collection returns before its output distribution is done.
         if isinstance(found, LazyAwaitable):
             found = found.wait()
-        kept, scales = ids.read(features)
         features = ids.ordered(features)
+        # Looked up again, because the input distribution has no room for the flags.
+        kept = ids.rows(features) >= 0
         lengths = features.lengths().view(len(ids.names), -1)
         out: dict[str, JaggedTensor] = {}
         start = looked_up = 0
@@ -529,8 +510,6 @@ class _Zeros(_Outputs):
                 own = places[looked_up:last] - start
                 values = values.new_zeros(count, values.shape[1]).index_copy(0, own, values)
             looked_up = last
-            if scales is not None:
-                values = values * scales[start : start + count, None]
             out[name] = JaggedTensor(values=values, lengths=of_bags)
             start += count
         return out

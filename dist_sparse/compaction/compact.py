@@ -11,7 +11,7 @@ Both have three phases. All ranks must succeed in one part of a phase before any
    This can't be undone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -28,10 +28,6 @@ from dist_sparse.tables.bases import move_bases
 from dist_sparse.tables.shards import Block, Located, ShardedData, narrow_width
 from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 
-# Gets a change for each module that loses rows or columns, with its uninitialized compact module as
-# `change.new`, which it may replace, and the masks. It may refuse: the model is unchanged.
-Conversion = Callable[[Sequence[Change], PackedStore], object]
-
 
 def compact(
     model: nn.Module,
@@ -40,7 +36,6 @@ def compact(
     optimizer: Optimizers | None = None,
     plan: Planner | None = None,
     removed: Literal["zero", "default_row"] = "zero",
-    convert: Conversion | None = None,
 ) -> nn.Module:
     """Return ``model`` with tables that store only kept rows or columns. Collective: every rank of
     the world must call it.
@@ -80,9 +75,6 @@ def compact(
         removed: ``"zero"``: removed ids give zeros. ``"default_row"``: all removed ids of a table
             share one row, which is 0 at first, is trained as any other, and is served. Measure it
             on validation data: it helps with ids seen in training, and can harm with new ones.
-        convert: a function that turns the compact modules into other ones before the model gets
-            them, such as :func:`~dist_sparse.extras.following.follow_kept_rows`. None keeps the
-            compact ones.
 
     Raises:
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a
@@ -112,8 +104,6 @@ def compact(
     # groups of the tables, where ranks with different arguments would wait for each other.
     with world.agreeing("compact()") as facts:
         default_row = choice("removed", removed, ("zero", "default_row")) == "default_row"
-        if convert is not None and not callable(convert):
-            raise ValueError(f"Invalid {convert=}: must be a function.")
         sparsifier = sparsifier_of(sparse)
         masks = sparsifier.masks
         plain = masks.plain.names
@@ -124,7 +114,6 @@ def compact(
             optimizer = getattr(masks.enforcer, "optimizers", None)
         rebuild = rebuild_of(model, "compact", optimizer, plan, world)
         facts.update(rebuild.facts, removed=removed, tables=masks.tables.names)
-        facts["convert"] = getattr(convert, "__name__", None)
         if isinstance(sparse, SparseTraining):
             # Not in detach() below: where warnings are errors, this raises before any change.
             sparse.warn_of_early_end()
@@ -146,8 +135,6 @@ def compact(
     with world.agreeing("compact(), building its tables"):
         for change in changes:
             change.new = change.site.compacted(change.kept, change.widths, model, default_row)
-        if convert is not None:
-            convert(changes, masks.tables)
 
     def finish(root: nn.Module) -> None:
         # The hooks that rotate outputs back move to the narrower tables.

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from dist_sparse.groups import Group, group_over, world_group
 from dist_sparse.masking.masks import pack, places_of, unpack
-from dist_sparse.optimizers import initial_state, leaves, stepped_by
+from dist_sparse.optimizers import initial_state, leaves
 from dist_sparse.parcels import Parcels, Read
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_matrix
@@ -383,14 +383,6 @@ class Steppers:
             if getattr(value, "shape", None) in shapes
         }
 
-    def kind_of(self, parameter: nn.Parameter) -> str:
-        """Return the name of the class of the optimizer that steps a parameter; "" if none does."""
-        for kind, leaf in zip(self.kinds, self._leaves, strict=True):
-            # By identity: == of tensors compares elements.
-            if id(parameter) in map(id, stepped_by(leaf)):
-                return kind
-        return ""
-
     def initial(self, parameter: nn.Parameter, name: str) -> float:
         """Return the value from which a state of a parameter starts."""
         for leaf in self._leaves:
@@ -425,14 +417,12 @@ class StoredTables:
         located: the shards, by table.
         parameters: the parameters that plain optimizers step, by table.
         hyperparameters: of fused optimizers, by table; only tables with a shard on this rank.
-        update_rules: FBGEMM's names of these optimizers.
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str], steppers: Steppers) -> None:
         self._steppers = steppers
         self._fused: dict[str, list[Sequence[Tensor]]] = {}
         self.hyperparameters: dict[str, dict[str, float]] = {}
-        self.update_rules: dict[str, str] = {}
         self.located: dict[str, ShardedData]
         self.parameters: Mapping[str, nn.Parameter]
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -452,7 +442,6 @@ class StoredTables:
             for table, view, states in shards:
                 if view.numel():
                     self.hyperparameters[table] = values
-                    self.update_rules[table] = batch.update_rule
                     self._fused.setdefault(table, []).append(states)
 
     def weights(self, table: str) -> list[Tensor]:

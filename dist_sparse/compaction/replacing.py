@@ -97,11 +97,6 @@ class _Site:
         """Return the index of each table that has already lost rows."""
         return {}
 
-    def slots(self) -> dict[str, Tensor]:
-        """Return where rows are stored, for tables that do not store them in the order of their
-        ids."""
-        return {}
-
 
 class EmbeddingSite(_Site):
     """An ``nn.Embedding`` or ``nn.EmbeddingBag``, compact already or not.
@@ -231,9 +226,7 @@ class CollectionSite(_Site):
     def refusal(self, model: nn.Module, narrowed: bool) -> str | None:
         """Return why it can't be compacted; None if it can. The label of the site is the subject of
         the sentence."""
-        # Following collections have an attribute that refuses them.
-        reason = getattr(self.replaced, "refused", None)
-        reason = reason or loaded_torchrec().compact_refusal(model, self.module)
+        reason = loaded_torchrec().compact_refusal(model, self.module)
         return reason and f"can't be compacted: {reason}."
 
     def compacted(
@@ -288,9 +281,6 @@ class CompactSite(CollectionSite):
 
     def indexes(self) -> dict[str, RowIndex]:
         return self.outer.table_indexes()
-
-    def slots(self) -> dict[str, Tensor]:
-        return self.outer.table_slots()
 
 
 Site = EmbeddingSite | CollectionSite

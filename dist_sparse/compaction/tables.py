@@ -67,11 +67,6 @@ class CompactCollection(nn.Module):
         """Return the index of each table that has removed rows."""
         raise NotImplementedError
 
-    def table_slots(self) -> dict[str, Tensor]:
-        """Return where the rows of the indexes are stored, int64 ``(n,)``, for tables whose rows
-        are not in the order of their ids."""
-        return {}
-
 
 class CompactTable(nn.Module):
     """Weights of a compact table: by row number in the parameter :attr:`stored_weight`, by id in

@@ -307,8 +307,7 @@ def plan(
         limit = checks.parse_budget(budget)
         located: list[ShardedData] = []
         if isinstance(model, nn.Module):
-            located = ModelTables(model, include=include, exclude=exclude, slots=True).locate()
-            _refuse_following(model, located)
+            located = ModelTables(model, include=include, exclude=exclude).locate()
             tables = tuple(map(shape_of, located))
             stepped = tuple(data.name for data in located if data.kernel not in FUSED)
         elif any(given is not None for given in (include, exclude, optimizer, batches)):
@@ -471,18 +470,6 @@ def _without_headers(
 
 # ------------------------------------------------------------------------------
 # Arguments, and facts of a model that need no weights.
-
-
-def _refuse_following(model: nn.Module, located: Sequence[ShardedData]) -> None:
-    """Refuse following tables, whose rows are slots for ids."""
-    # FollowingIds can't be imported here: it needs TorchRec. Only its modules have `lookup_stats`.
-    names = set().union(*(getattr(module, "lookup_stats", ()) for module in model.modules()))
-    fixed = [data.name for data in located if data.name in names]
-    if fixed:
-        raise ValueError(
-            f"Following tables have a fixed capacity, which no plan changes: {fixed}. Leave them"
-            " out by exclude=, or give following() fewer rows."
-        )
 
 
 def _parse_shapes(tables: Any) -> tuple[TableShape, ...]:

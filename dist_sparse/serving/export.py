@@ -134,9 +134,8 @@ def export(
 
     Rows that are removed whole are not stored; a bitmap records their ids. What masks remove within
     a kept row is stored as zeros, so masks finer than rows save no bytes. Tables that were never
-    sparsified are stored whole. In a table that follows its traffic, the removed ids are the ids
-    without a slot, at any moment of training. Every weight is compared with what its written bytes
-    decode to, and the files are read back before the folder gets its name.
+    sparsified are stored whole. Every weight is compared with what its written bytes decode to, and
+    the files are read back before the folder gets its name.
 
     The manifest records whether training read the weights of a batch. A sharded collection that is
     not weighted reads them if there are any. The served module does the same, or refuses the batch.
@@ -206,7 +205,7 @@ def export(
         chosen, by = _check_dtype(dtype, scale, coded)
         target = absolute_path("path", path)
         before = _folders_before(since)
-        located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
+        located = sorted(ModelTables(model).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
         facts["codes"] = coded is not None

@@ -35,9 +35,6 @@ from dist_sparse.training.sparsify import sparsifier_of
 # All rows may have changed: broadcasts against the flags of any number of rows.
 _ALL_ROWS = torch.tensor(True)
 
-# Slots are not in the order of their ids. Up to 8 MiB of float32 rows are sorted at once.
-_SORTED_WEIGHTS = 1 << 21
-
 
 @dataclass(kw_only=True)
 class Lookup:
@@ -47,22 +44,19 @@ class Lookup:
         index: finds the rows of ids of the original table; it has all rows if the table is not
             compact.
         pooling: the pooling of the last module that looks it up.
-        slots: where the rows of the index are stored, int64 ``(n,)``; None if they are in the order
-            of their ids.
         rotation: the matrix that rotates its outputs back, float32 ``(columns, columns of the
             output)``; None if they are not rotated.
     """
 
     index: RowIndex
     pooling: Pooling = "none"
-    slots: Tensor | None = None
     rotation: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether the row of an id is the id, and only training on that id changes its outputs."""
         is_compact = self.index.num_kept != self.index.rows
-        return self.slots is None and self.rotation is None and not is_compact
+        return self.rotation is None and not is_compact
 
 
 def sparsifier_or_empty(sparse: Any) -> BaseDataSparsifier:
@@ -87,7 +81,6 @@ def model_lookups(
         lookups[data.name] = Lookup(index=RowIndex(all_kept(data.shape[0]), data.shape[0]))
     for site in sites_of(model):
         indexes = site.indexes()
-        slots = site.slots()
         names = {}
         for table, fqn in site.tables.items():
             if fqn not in table_of:
@@ -97,7 +90,6 @@ def model_lookups(
             names[table] = table_of[fqn]
             lookup = lookups[table_of[fqn]]
             lookup.index = indexes.get(table, lookup.index)
-            lookup.slots = slots.get(table)
         if isinstance(site, EmbeddingSite):
             collection = _embedding_of(lookups, site, names[""])
         else:
@@ -260,13 +252,9 @@ class ServedTable:
         Collective over the ranks that hold the table, which must all exhaust the iterator. On other
         ranks it is empty.
         """
-        slots = self.lookup.slots
         if world_rank() not in self.data.holders:
             return
-        changed = self.stored & self.changed
-        # Rows of slots are all streamed: their writes are not recorded by id.
-        parts = _stream(self.rows, changed) if slots is None else _stream_slots(self.rows, slots)
-        for part in parts:
+        for part in _stream(self.rows, self.stored & self.changed):
             for chunk in chunks(*part.shape):
                 # With NCCL alone, rows arrive on the GPU.
                 yield part[chunk].cpu()
@@ -284,16 +272,6 @@ def _stream(data: ShardedData, is_wanted: Tensor) -> Iterator[Tensor]:
     shards = [shard.tensor for shard in data.shards]
     for _, rows in move_rows(data, shards, is_wanted, targets):
         yield rows
-
-
-def _stream_slots(data: ShardedData, slots: Tensor) -> Iterator[Tensor]:
-    """Yield the rows of slots on rank 0, in the order of ``slots``. Collective."""
-    for part in torch.split(slots, max(1, _SORTED_WEIGHTS // data.shape[1])):
-        is_wanted = torch.zeros(data.shape[0], dtype=torch.bool)
-        is_wanted[part] = True
-        if rows := list(_stream(data, is_wanted)):
-            # They arrive sorted by slot. The argsort of an argsort is the rank of each slot.
-            yield torch.cat(rows)[part.argsort().argsort()]
 
 
 def registered_tables(

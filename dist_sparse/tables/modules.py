@@ -132,7 +132,6 @@ class ModelTables:
             left out by its path.
         dense: globs of other parameters to register, True for all: 2-D ones as they are, 1-D ones
             as (1, n).
-        slots: also accept the collections of following(), whose rows are slots.
     """
 
     def __init__(
@@ -142,7 +141,6 @@ class ModelTables:
         include: Patterns = None,
         exclude: Patterns = None,
         dense: bool | Patterns = None,
-        slots: bool = False,
     ) -> None:
         check_module(model)
         self.model = model
@@ -150,7 +148,6 @@ class ModelTables:
         self._include = None if include is None else name_list("include", include)
         self._exclude = name_list("exclude", exclude)
         self._dense = None if dense is True else name_list("dense", dense or ())
-        self._slots = slots
         # Registered names by fully qualified name; None before the first locate().
         self._names: dict[str, str] | None = None
         # As found by the last walk, by registered name.
@@ -185,7 +182,7 @@ class ModelTables:
 
     def _find_selected(self) -> None:
         """Walk the model for the selected entries; the first time, select them."""
-        walked = _Walk(slots=self._slots).entries_in(self.model)
+        walked = _Walk().entries_in(self.model)
         if self._names is None:
             self._names = {entry.fqn: name for name, entry in self._select(walked).items()}
         names = self._names
@@ -326,12 +323,11 @@ _ByName = dict[str, _Entry]
 class _Walk:
     """One pass over a model. A weight that is reached twice counts once, under its first name."""
 
-    def __init__(self, *, slots: bool) -> None:
+    def __init__(self) -> None:
         self._seen: set[int] = set()
         # By id. None counts as seen: a module without a bias has it there.
         self._seen_dense = {id(None)}
         self._table_weights: set[int] = set()
-        self._slots = slots
         self._port = torchrec_port()
 
     def entries_in(self, model: nn.Module) -> list[_Entry]:
@@ -391,10 +387,6 @@ class _Walk:
 
     def _refusal(self, module: nn.Module) -> str | None:
         """Return why the tables of a module can't be sparsified; None if they can."""
-        # Set by this package's following() collections, whose rows are slots.
-        reason: str | None = getattr(module, "refused", None)
-        if reason is not None and not self._slots:
-            return reason
         # By its method: FBGEMM may not be installed.
         if hasattr(module, "split_embedding_weights"):
             return (

@@ -64,12 +64,10 @@ class TableBatch(LookupKernel, Protocol):
     backward.
 
     Attributes:
-        update_rule: FBGEMM's name of the optimizer.
         is_adagrad: the first optimizer state is the sum of squared gradients.
         kernel: FBGEMM's module inside :attr:`module`, called with keywords.
     """
 
-    update_rule: str
     is_adagrad: bool
     kernel: nn.Module
 

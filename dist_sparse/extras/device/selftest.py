@@ -78,7 +78,6 @@ CHECKS: dict[str, Check] = {
     # Whole rows only: cached rows can't be zeroed after each backward, so finer blocks are refused.
     "fused_uvm_caching": partial(training_checks.removed_stay_zero, blocks=("row",), kernel=CACHED),
     "compact": use_checks.compact_model,
-    "following": use_checks.follow_traffic,
     "export": use_checks.exported,
     "checkpoints": use_checks.checkpointed,
 }

@@ -1,7 +1,6 @@
-"""Checks of the self-test on what a masked model is used for: compact tables, tables that follow
-their traffic, artifacts and checkpoints."""
+"""Checks of the self-test on what a masked model is used for: compact tables, artifacts and
+checkpoints."""
 
-import importlib.util
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from dist_sparse.compaction.compact import compact, expand
 from dist_sparse.extras.device.trials import (
     Difference,
     MaskedModel,
-    NotRun,
     Sizes,
     random_tables,
     require_equal_masks,
@@ -68,26 +66,6 @@ def compact_model(device: torch.device, sizes: Sizes) -> str:
     model = expand(model)
     _require_close("outputs of the expanded model", _outputs(model, masked.trial, device), expected)
     return "equal outputs, before and after a step, and expanded"
-
-
-def follow_traffic(device: torch.device, sizes: Sizes) -> str:
-    """Compare slots with lookup counts, and outputs of ids with and without a slot."""
-    if importlib.util.find_spec("dist_sparse.extras.following") is None:
-        raise NotRun("this installation has no dist_sparse.extras.following")
-    from dist_sparse.extras.following import FollowingTables, follow_kept_rows
-
-    masked = trained(device, sizes)
-    expected = _outputs(masked.model, masked.trial, device)
-    model = compact(masked.model, masked.sparsifier, convert=follow_kept_rows)
-    _require_close("outputs of the same rows", _outputs(model, masked.trial, device), expected)
-    slots = FollowingTables(model, masked.optimizer, every=2, admit_after=1)
-    for step in range(4):
-        loss, _ = model(trial_batch(masked.trial, step).to(device))
-        loss.backward()
-        slots.step()
-    if not all(slots.moved.values()):
-        raise Difference(f"4 steps gave no slot to another id: {slots.moved}")
-    return f"equal outputs, {sum(slots.moved.values())} slots moved in 2 updates"
 
 
 def _shared_folder(made: str | None) -> Path:

@@ -174,7 +174,7 @@ class RunLog:
                 check_log(self.folder, resume)
             located: Sequence[ShardedData] = []
             if model is not None:
-                located = ModelTables(model, slots=True).locate()
+                located = ModelTables(model).locate()
             sizes = {data.name: math.prod(data.shape) * data.dtype.itemsize for data in located}
             if model is None and sparsifier is not None:
                 located = [*sparsifier.masks.tables.locate().values()]

@@ -87,11 +87,6 @@ def expands_wrongly(patch: Patch) -> None:
     patch.setattr(use_checks, "expand", lambda model: changes(expand(model)))
 
 
-def gives_no_slots(patch: Patch) -> None:
-    following = pytest.importorskip("dist_sparse.extras.following")
-    patch.setattr(following.FollowingTables, "step", lambda slots: None)
-
-
 def exports_other_weights(patch: Patch) -> None:
     export = use_checks.export
 
@@ -140,7 +135,6 @@ BROKEN: dict[str, Case] = {
     "many tables": (nothing_is_enforced, DIFFER),
     "float16, rounded": (nothing_is_zeroed, NOT_ZERO),
     "compact": (compacts_wrongly, "compact model differ"),
-    "following": (gives_no_slots, "gave no slot"),
     "export": (exports_other_weights, "served outputs"),
     "checkpoints": (loads_wrong_weights, "weights, 0 steps after"),
 }
