@@ -143,11 +143,11 @@ def main(options: argparse.Namespace) -> None:
         say("move AUC as far\n")
         say("\n".join([served_table(served[0], retrained), "", *conclusion]))
         say(f"\n{zeros_text(dense.reads_zeros)}\n")
-        if best := recommended(read_run(run_dir)):
-            folder = best[0] / "served" / best[1]
+        best = recommended(read_run(run_dir))
+        if best and best.path:
             say("Check and serve the recommended artifact:")
-            say(f"dist-sparse serve-check {shlex.quote(str(folder))}")
-            say(f"dist_sparse.load_served({str(folder)!r})\n")
+            say(f"dist-sparse serve-check {shlex.quote(str(best.path))}")
+            say(f"dist_sparse.load_served({str(best.path)!r})\n")
         say(f"The report, to open in a browser: {page.as_uri()}")
 
 

@@ -7,14 +7,23 @@ shows the largest. Time is linear in the lines of the log. Charts with nothing t
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, TypeVar
 
 from dist_sparse.extras.report.run import RowTraffic, Run, Series, share_of, sparsity_of, target_of
-from dist_sparse.extras.report.summary import artifacts_of, baseline, fate_share, fates_text
+from dist_sparse.extras.report.summary import (
+    TOLERANCE,
+    artifacts_of,
+    base_aucs,
+    baseline,
+    described,
+    fate_share,
+    fates_text,
+    seed_spread,
+)
 from dist_sparse.records import FATES, MaskChange
-from dist_sparse.text import count, number_of, percent, size
+from dist_sparse.text import count, number_of, percent, short, size
 
 Point = tuple[float, float | None]
 
@@ -62,7 +71,9 @@ class Chart:
     Args:
         share: heights are shares, shown in percent.
         mark: a step and a text, drawn as a vertical line.
+        band: two heights and a text, drawn as a shade between them.
         dots: whether lines are dots.
+        of: the run whose tables it shows; None in charts of all runs.
     """
 
     key: str
@@ -72,7 +83,9 @@ class Chart:
     lines: Sequence[Line] = ()
     share: bool = False
     mark: tuple[float, str] | None = None
+    band: tuple[float, float, str] | None = None
     dots: bool = False
+    of: str | None = None
 
     @property
     def is_drawn(self) -> bool:
@@ -113,7 +126,13 @@ def charts(run: Run) -> list[Chart]:
     """Return the charts for which the run has data, in the order of the page."""
     # The result first, the course of the training below it, the tables last.
     all_charts = [_auc_over_bytes(run), _sparsity(run), _fates(run), *_series_charts(run)]
-    all_charts += [_bytes_kept(run), *_traffic_charts(run)]
+    for one in described(run):
+        # Keys are names of files: those of the first run are the same without a recommendation.
+        prefix = "" if one is run else "served_"
+        suffix = f", {one.name}" if run.compared else ""
+        for chart in (_bytes_kept(one), *_traffic_charts(one)):
+            title = chart.title + suffix
+            all_charts.append(replace(chart, key=prefix + chart.key, title=title, of=one.name))
     return [chart for chart in all_charts if chart.is_drawn]
 
 
@@ -134,7 +153,21 @@ def _auc_over_bytes(run: Run) -> Chart:
         "Of artifacts, the bytes of their files; else of the kept weights of all tables. Up and to"
         " the left is better."
     )
-    return Chart(key="auc_bytes", title="AUC over bytes", note=note, lines=lines, dots=True)
+    facts: Any = {"key": "auc_bytes", "title": "AUC over bytes", "lines": lines, "dots": True}
+    known = base_aucs(run)
+    if not known:
+        return Chart(note=note, **facts)
+    reach, seeds = seed_spread(run)
+    text = f" Shaded: as near to {baseline(run).name} as two seeds of one method may be."
+    if seeds < 2:
+        reach = TOLERANCE
+        text = (
+            f" Shaded: within {TOLERANCE} of {baseline(run).name}, which counts as good. With one"
+            " seed each, larger differences may be chance too."
+        )
+    mean = sum(known) / len(known)
+    band = mean - reach, mean + reach, f"{baseline(run).name} ±{reach:.4f}"
+    return Chart(note=note + text, band=band, **facts)
 
 
 def _line(one: Run, run: Run, **options: Any) -> Line:
@@ -292,11 +325,11 @@ def _bytes_kept(run: Run) -> Chart:
     bars = []
     for name, kept, whole in tables[:MOST_TABLES]:
         largest = max(tables[0][2], 1)
-        text = f"{size(kept)} of {size(whole)}, {percent(share_of(kept, whole))}"
+        text = f"{percent(share_of(kept, whole))} of {size(whole)}"
         bars.append(Bar(name=name, share=kept / largest, whole=whole / largest, text=text))
     note = "Per table, as long as its bytes; full: what is kept."
     if len(tables) > MOST_TABLES:
-        note += f" The first {MOST_TABLES} of {count(len(tables))}; the table below has all."
+        note += f" The first {MOST_TABLES} of {count(len(tables))}."
     return Chart(key="bytes", title="Bytes kept", note=note, bars=bars)
 
 
@@ -324,7 +357,7 @@ def _traffic_chart(number: int, name: str, traffic: RowTraffic) -> Chart:
         rows_here = kept + removed
         if rows_here:
             share = kept / rows_here
-            text = f"{count(kept)} of {number_of(rows_here, 'row')}, {percent(share)}"
+            text = f"{percent(share)} of {number_of(rows_here, 'row')}"
             bars.append(Bar(name=_lookups(octave), share=share, text=text))
     title = f"Kept rows of {name} by traffic"
     return Chart(key=f"traffic_{number}", title=title, note=note, bars=bars)
@@ -335,4 +368,4 @@ def _lookups(octave: int) -> str:
     bits."""
     least, most = (1 << octave) >> 1, (1 << octave) - 1
     few = {0: "no lookup", 1: "1 lookup"}
-    return few.get(most, f"{count(least)} to {count(most)} lookups")
+    return few.get(most, f"{short(least)} to {short(most)} lookups")

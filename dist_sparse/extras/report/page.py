@@ -8,8 +8,9 @@ every text from a run, and control characters in it are made visible.
 import base64
 import hashlib
 import json
+import shlex
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ from dist_sparse.extras.report import summary
 from dist_sparse.extras.report.charts import MOST_TABLES, Chart
 from dist_sparse.extras.report.drawing import svg_of
 from dist_sparse.extras.report.run import Run
-from dist_sparse.extras.report.summary import TABLE_FIELDS, numbers
+from dist_sparse.extras.report.summary import (
+    Columns,
+    described,
+    numbers,
+    recommended,
+    table_rows,
+)
 from dist_sparse.text import (
     amount,
     block_shape_text,
@@ -35,36 +42,43 @@ from dist_sparse.text import (
 
 _FOLDER = Path(__file__).parent
 
-# The heading above a chart, by the first word of its key.
-_SECTIONS = {
-    "auc": "Quality and bytes",
-    **dict.fromkeys(("sparsity", "fates", "value"), "Over steps"),
-    **dict.fromkeys(("bytes", "traffic"), "Tables"),
+# Columns of a table of tables. A threshold is in the unit of its score, and tells a reader nothing.
+_COLUMNS: Columns = {
+    "table": ("name", str),
+    "shape": ("shape", lambda shape: " x ".join(map(count, shape))),
+    "sharding": ("sharding", str),
+    "block": ("sparse_block_shape", block_shape_text),
+    "target": ("target", percent),
+    "sparsity": ("sparsity", percent),
+    "blocks": ("blocks", count),
+    "pruned": ("removed_blocks", count),
+    "bytes kept": ("bytes_kept", count),
+    "bytes dense": ("bytes_dense", count),
+    "mask bytes": ("bytes_masks", count),
+    "dead rows": ("dead_rows", count),
 }
 
 
 def page(run: Run, figures: Sequence[Chart]) -> str:
     """Return the HTML of a run and its charts."""
-    found, script = numbers(run), _part("page.js")
-    tables = _all_tables(found)
-    sections = defaultdict(list)
+    script = _part("page.js")
+    # By the run whose tables they show.
+    drawn = defaultdict(list)
     for chart in figures:
-        section = _SECTIONS[chart.key.partition("_")[0]]
-        drawn = svg_of(chart, titled=False)
+        text = svg_of(chart, titled=False)
         # Without the head of an XML file. Markup: matplotlib has escaped its texts.
-        sections[section].append((chart, Markup(drawn[drawn.index("<svg") :])))
+        drawn[chart.of].append((chart, Markup(text[text.index("<svg") :])))
     # Each name once, in the order of the runs: a set would have no order.
     series = dict.fromkeys(chain(*(one.values for one in run.all_runs)))
     return _ENVIRONMENT.get_template("page.html").render(
         run=run,
-        found=found,
+        found=numbers(run),
+        best=recommended(run),
         summary=summary,
-        sections=sections,
+        drawn=drawn,
         series=[*series],
-        tables=tables,
-        hidden=_hidden_columns(tables),
+        tables={one.name: _tables(one) for one in described(run)},
         most_tables=MOST_TABLES,
-        config=json.dumps(run.config, indent=2, ensure_ascii=False).split("\n"),
         style=_part("page.css"),
         script=script,
         # The page's policy allows this script and no other.
@@ -72,29 +86,22 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
     )
 
 
-def _all_tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the sparsified tables and the others, the largest first."""
-    tables = [*found["tables"]]
-    # Tables without a sparsifier have known bytes only, and keep all of them.
-    for name, taken in found["other_tables"].items():
-        sizes = dict.fromkeys(("bytes_kept", "bytes_dense"), taken)
-        tables.append(dict.fromkeys(TABLE_FIELDS) | sizes | {"name": name})
-    tables.sort(key=lambda table: (-(table["bytes_dense"] or table["blocks"] or 0), table["name"]))
-    return tables
-
-
-def _hidden_columns(tables: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the heads of columns that tell nothing: without a level, as for rows that were never
-    read, tables have no target; a threshold of 0 only says that such rows score 0; and all that is
-    pruned are dead rows."""
-    if any(table["target"] is not None for table in tables):
-        return set()
-    hidden = {"target"}
-    if not any(table["threshold"] for table in tables):
-        hidden.add("threshold")
+def _tables(run: Run) -> tuple[Columns, list[dict[str, Any]]]:
+    """Return the sparsified tables, the largest first, and the columns in which one has a value."""
+    tables = table_rows(run)
+    tables.sort(key=lambda table: (-(table["bytes_dense"] or table["blocks"]), table["name"]))
+    columns = dict(_COLUMNS)
+    for head, (key, _) in _COLUMNS.items():
+        if all(table[key] is None for table in tables):
+            del columns[head]
+    # All that is pruned are rows.
     if all(table["dead_rows"] == table["removed_blocks"] for table in tables):
-        hidden.add("dead rows")
-    return hidden
+        columns.pop("dead rows", None)
+    return columns, tables
+
+
+def _lines_of_json(value: Any) -> list[str]:
+    return json.dumps(value, indent=2, ensure_ascii=False).split("\n")
 
 
 def _part(name: str) -> Markup:
@@ -119,6 +126,5 @@ _ENVIRONMENT = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-_FILTERS = (amount, block_shape_text, count, duration, number_of, percent, size)
-_ENVIRONMENT.filters |= {function.__name__: function for function in _FILTERS}
-_ENVIRONMENT.filters |= {"known": lambda text: "" if text == "-" else text}
+_FILTERS = (amount, count, duration, number_of, percent, size, shlex.quote, repr, _lines_of_json)
+_ENVIRONMENT.filters |= {function.__name__.lstrip("_"): function for function in _FILTERS}

@@ -53,11 +53,13 @@ _FILE = "artifacts.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ArtifactBytes:
-    """An artifact of a run: its name, the bytes of its files, and the AUC that it serves."""
+    """An artifact of a run: its name, the bytes of its files, the AUC that it serves, and its path,
+    relative to the run's folder if it is inside."""
 
     name: str
     bytes: int
     auc: float
+    path: str | None = None
 
 
 def add_artifact(
@@ -93,7 +95,7 @@ def add_artifact(
         ...     log.step(0, test_auc=0.75)
         >>> _ = (folder / "int8").write_bytes(bytes(1000))
         >>> add_artifact(folder, folder / "int8", auc=0.749)
-        ArtifactBytes(name='int8', bytes=1000, auc=0.749)
+        ArtifactBytes(name='int8', bytes=1000, auc=0.749, path='int8')
     """
     run, artifact = Path(run), Path(artifact)
     _refuse_no_run(run, RUN)
@@ -103,10 +105,13 @@ def add_artifact(
         raise ValueError(
             f"Invalid artifact={str(artifact)!r}: there is no such file, nor a folder with files."
         )
+    place, home = artifact.resolve(), run.resolve()
     new = ArtifactBytes(
         name=artifact.name if name is None else name,
         bytes=sum(sizes),
         auc=checks.number("auc", auc, least=0, most=1),
+        # A run's folder is moved with what is inside.
+        path=str(place.relative_to(home) if place.is_relative_to(home) else place),
     )
     # A run is exported again after more training: the newest artifact of a name counts.
     by_name = {old.name: asdict(old) for old in read_artifacts(run)} | {new.name: asdict(new)}

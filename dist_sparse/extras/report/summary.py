@@ -11,7 +11,7 @@ the text of ``dist-sparse report`` and ``dist-sparse inspect``.
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,10 +70,10 @@ def _config_text(changed: Mapping[str, Any]) -> str:
 
 
 # Columns of a table by their heads: the key of a value in a row, and the value as text.
-_Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
+Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
 
 # Columns of a comparison, whose rows come from `compare`.
-_COLUMNS: _Columns = {
+_COLUMNS: Columns = {
     "run": ("name", str),
     "kept": ("share", percent),
     "AUC": ("auc", "{:.4f}".format),
@@ -85,7 +85,7 @@ _COLUMNS: _Columns = {
     "changed": ("changed", _config_text),
 }
 
-_TABLE_COLUMNS: _Columns = {
+_TABLE_COLUMNS: Columns = {
     "table": ("name", str),
     "shape": ("shape", shape_text),
     "block": ("sparse_block_shape", block_shape_text),
@@ -101,16 +101,21 @@ _TABLE_COLUMNS: _Columns = {
 _MISSING = {"delta": ""}
 
 
-def columns_of(run: Run) -> _Columns:
-    """Return the columns of a comparison. The share that reads removed rows has one if a run has
-    logged it."""
+# Columns of a comparison that are left out if no run has a value.
+_OPTIONAL = ("reads zeros", "sparsity", "ms a step")
+
+
+def columns_of(run: Run) -> Columns:
+    """Return the columns of a comparison."""
     columns = dict(_COLUMNS)
-    if all(zeros_of(one, run) is None for one in run.all_runs):
-        del columns["reads zeros"]
+    rows = compare(run)
+    for head in _OPTIONAL:
+        if all(row[columns[head][0]] is None for row in rows):
+            del columns[head]
     return columns
 
 
-def cells_of(row: Mapping[str, Any], columns: _Columns) -> list[str]:
+def cells_of(row: Mapping[str, Any], columns: Columns) -> list[str]:
     """Return the cells of a row as text."""
     return [
         _MISSING.get(key, "-") if row[key] is None else text_of(row[key])
@@ -194,11 +199,10 @@ def method_rows(run: Run) -> list[tuple[dict[str, Any], list[str]]]:
     """Return the rows of :func:`compare` and their cells, but one row for all seeds of a method:
     their means, and half the range of their AUC. A delta below the range of a method is noise."""
     rows = dict(zip(map(attrgetter("name"), run.all_runs), compare(run), strict=True))
-    groups = _methods(run).values()
-    noise = _range(_widest(groups, run))
+    noise, _ = seed_spread(run)
     shown = []
     columns = columns_of(run)
-    for group in groups:
+    for group in _methods(run).values():
         seeds = [rows[one.name] for one in group]
         # Named after the first seed, whose config differs least from the baseline's.
         row = seeds[0] | {key: _mean([*map(itemgetter(key), seeds)]) for key in _MEANS}
@@ -255,9 +259,13 @@ def zeros_of(one: Run, run: Run) -> float | None:
     return one.last(measure(run).replace("auc", "reads_zeros"))
 
 
+def _mean_zeros(group: Sequence[Run], run: Run) -> float | None:
+    return _mean([zeros_of(one, run) for one in group])
+
+
 def _zeros_text(group: Sequence[Run], run: Run) -> str:
     """Return the mean :func:`zeros_of` some runs as the end of a sentence; "" if it is unknown."""
-    mean = _mean([zeros_of(one, run) for one in group])
+    mean = _mean_zeros(group, run)
     return "" if mean is None else f", {percent(mean)} of its examples read zeros"
 
 
@@ -307,8 +315,7 @@ def verdict(run: Run) -> str:
     and "" without a compared run.
     """
     base = baseline(run)
-    by_method = _methods(run)
-    wanted = _known_aucs(by_method[base.method], run)
+    wanted = base_aucs(run)
     if not run.compared:
         return ""
     if not wanted:
@@ -325,18 +332,8 @@ def verdict(run: Run) -> str:
                 f"{advice[:-1]} without a second training. Smaller, with a second training:"
                 f" {smallest.text}."
             )
-    noise = _seed_noise(by_method.values(), run)
+    noise = _noise_text(run)
     return " ".join(filter(None, [advice, noise, _left_out(run)]))
-
-
-def recommended(run: Run) -> tuple[Path, str] | None:
-    """Return the artifact that :func:`verdict` says to serve: the folder of its run, the first of
-    several seeds, and its name; None if there is none."""
-    good = _good_artifacts(run)
-    if not good:
-        return None
-    served = _preferred(good)
-    return served.folder, served.name
 
 
 def _left_out(run: Run) -> str:
@@ -368,54 +365,87 @@ def _mean_text(aucs: Sequence[float]) -> str:
     return f"{mean}, mean of {len(aucs)} seeds from {min(aucs):.4f} to {max(aucs):.4f}"
 
 
-class _Good(NamedTuple):
-    """An artifact at the AUC of the baseline: its bytes, itself as text, whether it needs no second
-    training, the folder of its run, and its name."""
+class Good(NamedTuple):
+    """An artifact at the AUC of the baseline. Of several seeds, the means of the AUC and of its
+    difference to the baseline's, the share of examples that read zeros, and the first one's run.
+
+    Args:
+        at_once: whether it needs no second training.
+        path: where its files are; None if unknown.
+    """
 
     bytes: int
     text: str
     at_once: bool
-    folder: Path
+    auc: float
+    delta: float
+    zeros: float | None
+    run: Run
     name: str
+    path: Path | None
 
 
-def _good_artifacts(run: Run) -> list[_Good]:
+def _good_artifacts(run: Run) -> list[Good]:
     """Return the artifacts at the AUC of the baseline: of its runs of the same seeds, or the mean
     of all of them where these have none. None without a compared run, or an AUC of the baseline."""
-    by_method = _methods(run)
-    wanted = _known_aucs(by_method[baseline(run).method], run)
-    if not run.compared or not wanted:
+    wanted = base_aucs(run)
+    if not wanted:
         return []
     mean = sum(wanted) / len(wanted)
     good = []
-    for group in by_method.values():
-        one = group[0]
-        # A run of one step has trained nothing: its weights are the baseline's, with rows removed.
-        of_baseline = one.method == baseline(run).method
-        at_once = bool(one.artifacts) and (of_baseline or not one.trained)
-        by_name: dict[str, list[ArtifactBytes]] = defaultdict(list)
-        goals: dict[str, list[float]] = defaultdict(list)
-        for seeded in group:
-            goal = _goal(seeded, run, mean)
-            for artifact in artifacts_of(seeded, run):
-                by_name[artifact.name].append(artifact)
-                goals[artifact.name].append(goal)
-        for name, seeds in by_name.items():
-            aucs = [artifact.auc for artifact in seeds]
-            if sum(aucs) >= sum(goals[name]):
-                # Seeds of untouched rows differ in their bytes.
-                taken = max(artifact.bytes for artifact in seeds)
-                share = percent(share_of(taken, whole_bytes(run)))
-                facts = f"{size(taken)}, {share} of dense, AUC {_mean_text(aucs)}"
-                text = f"{one.name}, {name} ({facts}{_zeros_text(group, run)})"
-                good.append(_Good(taken, text, at_once, one.folder, name))
+    for group in _methods(run).values():
+        by_name: dict[str, list[tuple[Run, ArtifactBytes]]] = defaultdict(list)
+        for one in group:
+            for artifact in artifacts_of(one, run):
+                by_name[artifact.name].append((one, artifact))
+        for seeds in by_name.values():
+            goals = [_goal(one, run, mean) for one, _ in seeds]
+            if sum(artifact.auc for _, artifact in seeds) >= sum(goals):
+                good.append(_good(seeds, goals, run))
     return good
 
 
-def _preferred(good: Collection[_Good]) -> _Good:
+def _good(seeds: Sequence[tuple[Run, ArtifactBytes]], goals: Sequence[float], run: Run) -> Good:
+    """Return the artifacts of one name from the seeds of a method as one."""
+    runs, artifacts = zip(*seeds, strict=True)
+    one, artifact = seeds[0]
+    aucs = [*map(attrgetter("auc"), artifacts)]
+    auc, goal = sum(aucs) / len(aucs), sum(goals) / len(goals)
+    # Seeds of untouched rows differ in their bytes.
+    taken = max(map(attrgetter("bytes"), artifacts))
+    facts = f"{size(taken)}, {percent(share_of(taken, whole_bytes(run)))} of dense"
+    facts += f", AUC {_mean_text(aucs)}{_zeros_text(runs, run)}"
+    # A run of one step has trained nothing: its weights are the baseline's, with rows removed.
+    of_baseline = one.method == baseline(run).method
+    return Good(
+        bytes=taken,
+        text=f"{one.name}, {artifact.name} ({facts})",
+        at_once=bool(one.artifacts) and (of_baseline or not one.trained),
+        auc=auc,
+        delta=auc - goal - TOLERANCE,
+        zeros=_mean_zeros(runs, run),
+        run=one,
+        name=artifact.name,
+        path=one.folder / artifact.path if artifact.path else None,
+    )
+
+
+def _preferred(good: Collection[Good]) -> Good:
     """Return the smallest artifact that needs no second training; the smallest if all do."""
     # Tuples are ordered by their bytes first.
     return min(filter(attrgetter("at_once"), good), default=min(good))
+
+
+def recommended(run: Run) -> Good | None:
+    """Return the artifact that :func:`verdict` says to serve; None if there is none."""
+    good = _good_artifacts(run)
+    return _preferred(good) if good else None
+
+
+def described(run: Run) -> list[Run]:
+    """Return the runs that a report shows in detail: the recommended one and the first."""
+    best = recommended(run)
+    return [run] if best is None or best.run is run else [best.run, run]
 
 
 def _goal(one: Run, run: Run, mean: float) -> float:
@@ -426,21 +456,28 @@ def _goal(one: Run, run: Run, mean: float) -> float:
     return (mean if auc is None else auc) - TOLERANCE
 
 
-def _seed_noise(groups: Iterable[Sequence[Run]], run: Run) -> str:
+def _noise_text(run: Run) -> str:
     """Return a sentence about the spread of AUC over runs that differ in their seed alone."""
-    widest = _widest(groups, run)
-    if len(widest) < 2:
+    spread, seeds = seed_spread(run)
+    if seeds < 2:
         return "One seed each: the difference may be chance."
     return (
-        f"Seeds alone move AUC by up to {_range(widest):.4f} ({len(widest)} runs): smaller deltas"
-        " are within noise."
+        f"Seeds alone move AUC by up to {spread:.4f} ({seeds} runs): smaller deltas are within"
+        " noise."
     )
 
 
-def _widest(groups: Iterable[Sequence[Run]], run: Run) -> list[float]:
-    """Return the AUCs of the method whose seeds differ most: a smaller difference may be chance for
-    any method."""
-    return max((_known_aucs(group, run) for group in groups), key=_range)
+def seed_spread(run: Run) -> tuple[float, int]:
+    """Return the range of AUC over the seeds of the method whose seeds differ most, and their
+    number: a smaller difference may be chance for any method."""
+    groups = _methods(run).values()
+    widest = max((_known_aucs(group, run) for group in groups), key=_range)
+    return _range(widest), len(widest)
+
+
+def base_aucs(run: Run) -> list[float]:
+    """Return the AUCs of the baseline, one for each seed; none without a compared run."""
+    return _known_aucs(_methods(run)[baseline(run).method], run) if run.compared else []
 
 
 def fates_text(run: Run) -> str:
@@ -492,7 +529,7 @@ def numbers(run: Run) -> dict[str, Any]:
         {'loss': 0.5, 'auc': 0.75}
     """
     # Users' programs read these keys: keys are added, never renamed or removed.
-    tables = _table_rows(run)
+    tables = table_rows(run)
     updates = [update for _, update in run.due]
     blocks = _sum_known(tables, "blocks")
     removed = _sum_known(tables, "removed_blocks")
@@ -601,7 +638,7 @@ def _table_text(run: Run) -> list[str]:
     return [*lines, ""] if known["tables"] else []
 
 
-def _table_rows(run: Run) -> list[dict[str, Any]]:
+def table_rows(run: Run) -> list[dict[str, Any]]:
     """Return a row per table: its last mask update, overridden by its statistics at the end."""
     # Read once: the property walks over all mask updates.
     changes = run.last_changes

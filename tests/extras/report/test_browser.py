@@ -32,7 +32,18 @@ OUTSIDE = """
 """
 
 
-ALL = '[aria-label="All tables"]'
+ALL = '[aria-label="Tables of run"]'
+
+# Pixels of the smallest text of a chart, and tables whose cut edges have no shade.
+SMALLEST = """
+Math.min(...[...document.querySelectorAll("figure svg")].map((svg) =>
+  Math.min(...[...svg.querySelectorAll("text")].map((text) =>
+    parseFloat(getComputedStyle(text).fontSize) * svg.getScreenCTM().a))))
+"""
+CUT = """
+[...document.querySelectorAll(".scroll")].filter((box) => box.scrollWidth > box.clientWidth)
+  .map((box) => getComputedStyle(box).backgroundImage.split("linear-gradient").length - 1)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +84,13 @@ def test_it_can_be_read(browser: Browser, report: Path, width: int) -> None:
     assert browser.low_contrasts() == []
     assert browser.requested == [report.resolve().as_uri()], "the page asks for something"
     assert browser.value("window.hacked") is None
+
+
+def test_charts_and_cut_tables_on_a_phone(browser: Browser, report: Path) -> None:
+    browser.open(report, 390)
+    assert browser.value(SMALLEST) >= 11
+    shades = browser.value(CUT)
+    assert shades and {*shades} == {4}
 
 
 def test_nothing_is_cut_off_on_paper(browser: Browser, report: Path) -> None:

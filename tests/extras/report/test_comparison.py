@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 import re
+import shlex
 import webbrowser
 from pathlib import Path
 from typing import Any
@@ -255,8 +256,9 @@ def test_the_comparison_comes_before_the_run(tmp_path: Path) -> None:
     log(tmp_path / "run" / "dense", auc=0.75)
     run = read_run(tmp_path / "run")
     text = page(run, [])
-    order = ["<h1>2 runs compared</h1>", 'id="verdict"', "<h2>Runs</h2>", "<h2>pruned</h2>"]
-    places = [text.index(part) for part in (*order, "pruned keeps", '<dl class="heads">')]
+    order = ["<h1>2 runs compared</h1>", 'id="verdict"', 'id="head-served_bytes"']
+    order += ["<h2>Runs</h2>", "<h2>dense</h2>", "<h2>pruned</h2>"]
+    places = [text.index(part) for part in (*order, "pruned keeps", 'id="head-sparsity"')]
     assert places == sorted(places)
     assert "<h1>dense</h1>" in page(run.compared["dense"], [])
     assert ">test_auc</th>" in text and ">loss, training</th>" in text
@@ -279,8 +281,83 @@ def test_what_needs_no_second_training_comes_first(tmp_path: Path) -> None:
         " codes (0.977 KiB, 2.8% of dense, AUC 0.7491). One seed each"
     )
     run = read_run(tmp_path / "run")
-    assert recommended(run) == (tmp_path / "run" / "untouched", "int4")
+    best = recommended(run)
+    assert best is not None and (best.run.name, best.name, best.at_once) == (
+        *("untouched", "int4"),
+        True,
+    )
     assert recommended(run.compared["dense"]) is None
+
+
+def test_the_page_begins_with_the_artifact_to_serve(tmp_path: Path) -> None:
+    """Its cards, the commands with its path, and its tables; the first run follows in detail."""
+    log(tmp_path / "run", level=0.9, auc=0.74, name="pruned")
+    log(tmp_path / "run" / "dense", auc=0.75)
+    model = nn.EmbeddingBag(100, 4)
+    counts = {"weight": (torch.arange(100) < 25).long()}
+    removed = remove_untouched(model, record=counts, trust_record=True)
+    with RunLog(tmp_path / "run" / "touched", removed, model=model, config={"a": 1}) as held:
+        held.step(0, test_auc=0.75, test_reads_zeros=0.5)
+    artifact = tmp_path / "run" / "touched" / "it's int4"
+    artifact.write_bytes(bytes(1760))
+    add_artifact(tmp_path / "run" / "touched", artifact, auc=0.7511, name="int4")
+    # The path of an artifact inside a run's folder is still right in another place.
+    (tmp_path / "run").rename(tmp_path / "moved")
+    run = read_run(tmp_path / "moved")
+    figures = charts(run)
+    text = page(run, figures)
+    cards = dict(re.findall(r'id="head-served(\w*)" data-value="([^"]*)"', text))
+    assert (cards.pop(""), cards.pop("_zeros")) == ("int4", "0.5")
+    assert {key: float(value) for key, value in cards.items()} == {"_bytes": 1760, "_auc": 0.7511}
+    assert "5.0% of 34.4 KiB, dense<" in text and "+0.0011 against dense (0.7500)<" in text
+    place = str(tmp_path / "moved" / "touched" / "it's int4")
+    said = html.unescape(text)
+    assert f"dist-sparse serve-check {shlex.quote(place)}<" in said
+    assert f"dist_sparse.load_served({place!r})<" in said
+    assert text.index("<h2>touched</h2>") < text.index("<h2>pruned</h2>")
+    shown = {chart.key: chart.of for chart in figures if chart.bars}
+    assert shown == {"served_bytes": "touched", "bytes": "pruned"}
+    # An artifact elsewhere has a path of its own; the weights of a run have none.
+    (tmp_path / "int4").write_bytes(bytes(10))
+    outside = add_artifact(tmp_path / "moved" / "touched", tmp_path / "int4", auc=0.75)
+    assert outside.path == str(tmp_path / "int4")
+    (tmp_path / "moved" / "touched" / "artifacts.json").unlink()
+    text = page(alone := read_run(tmp_path / "moved"), charts(alone))
+    assert 'id="head-served_bytes"' in text and "serve-check" not in text
+
+
+def test_the_chart_of_auc_shades_what_may_be_chance(tmp_path: Path) -> None:
+    """The spread of seeds around the baseline; without seeds, the tolerance of the advice."""
+    for seed, auc in enumerate([0.75, 0.756]):
+        log(tmp_path / f"dense {seed}", auc=auc, seed=seed)
+    log(tmp_path / "narrow", dim=2, auc=0.74, seed=0)
+
+    def shaded(*names: str) -> Any:
+        run = read_run(*[tmp_path / name for name in names])
+        [chart] = [each for each in charts(run) if each.dots]
+        if chart.band is None:
+            return chart.note, None
+        *heights, text = chart.band
+        assert f">{text}</text>" in svg_of(chart)
+        return chart.note, (*map(pytest.approx, heights), text)
+
+    note, band = shaded("narrow", "dense 0", "dense 1")
+    assert band == (0.747, 0.759, "dense 0 ±0.0060") and "two seeds" in note
+    note, band = shaded("narrow", "dense 0")
+    assert band == (0.748, 0.752, "dense 0 ±0.0020") and "With one seed each" in note
+
+
+def test_dots_have_shapes_instead_of_labels(tmp_path: Path) -> None:
+    """Labels of near dots would overlap: each name is in the legend, once."""
+    for name in ("run", "run/dense"):
+        log(tmp_path / name)
+        for artifact in ("fp32", "int8"):
+            (tmp_path / artifact).write_bytes(bytes(100 * len(name)))
+            add_artifact(tmp_path / name, tmp_path / artifact, auc=0.75)
+    [chart] = [each for each in charts(read_run(tmp_path / "run")) if each.dots]
+    drawn = svg_of(chart)
+    for name in ("run", "dense", "fp32", "int8"):
+        assert drawn.count(f">{name}</text>") == 1
 
 
 def test_seeds_of_a_method_share_a_color_and_measure_the_noise(tmp_path: Path) -> None:
@@ -469,11 +546,13 @@ def test_a_run_of_untouched_rows(tmp_path: Path) -> None:
     head = r"<th [^>]*>(target|pruned|threshold|dead rows)</th>"
     text = page(run, charts(run))
     assert re.findall(head, text) == ["pruned"]
-    rows = re.findall("<tr>.*?</tr>", text[text.index("All 2 tables") :])
-    assert [row.count("<th ") + row.count("<td ") for row in rows] == [10, 10, 10]
+    # One row: the other table is kept whole, and a row of it would be blank.
+    rows = re.findall("<tr>.*?</tr>", text[text.index('"Tables of untouched"') :])
+    assert [row.count("<th ") + row.count("<td ") for row in rows] == [10, 10]
+    assert "Kept whole: 1 table, 320 B." in text
     log(tmp_path / "level", level=0.5)
     run = read_run(tmp_path / "level")
-    assert len(re.findall(head, page(run, charts(run)))) == 4
+    assert re.findall(head, page(run, charts(run))) == ["target", "pruned"]
 
 
 def test_rows_removed_after_training_and_what_reads_them(tmp_path: Path) -> None:

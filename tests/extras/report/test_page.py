@@ -238,7 +238,7 @@ def test_a_chart_as_a_file_can_be_read_alone(folder: Path) -> None:
         for node in drawn.getElementsByTagName("*"):
             assert node.getAttribute("xlink:href")[:1] in ("", "#")
         words = [node.firstChild.data for node in drawn.getElementsByTagName("text")]
-        assert chart.title in words and {bar.text for bar in chart.bars} <= {*words}
+        assert {chart.title, *(f"{bar.name}: {bar.text}" for bar in chart.bars)} <= {*words}
         named = [line for line in chart.lines if line.role != "raw"]
         if len(named) > 1:
             for line in named:
@@ -277,10 +277,7 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_table_and_a_step_by_themselves(folder: Path, tmp_path: Path) -> None:
     """No "1 tables", and no half steps under a chart with two points."""
-    assert (
-        "in 1 registered table; masks take 3 B<" in (text := page_of(read_run(folder)))
-        and "<h2>The one table</h2>" in text
-    )
+    assert "in 1 registered table; masks take 3 B<" in page_of(read_run(folder))
     with RunLog(tmp_path / "two") as log:
         for step in range(2):
             log.step(step, loss=step)
