@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GuardCheck", "MaskChange", "SlotChange", "SlotUpdate", "StepRecord", "TableStats"]
+__all__ = ["GuardCheck", "MaskChange", "StepRecord", "TableStats"]
 
 # The bucket of a score: its bits as float32, shifted right by this. The sign, the exponent and
 # three bits of the fraction remain: eight buckets an octave.
@@ -86,52 +86,6 @@ class StepRecord:
     collectives: int
     bytes: int
     tables: tuple[MaskChange, ...]
-
-
-# Fates of a lookup of a following table: attributes of SlotChange, and their texts.
-FATES = {
-    "kept": "found a row",
-    "removed": "hit removed rows",
-    "unseen": "were of ids never seen",
-    "out_of_range": "were out of range",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotChange:
-    """Lookups of a following table since the last update, by the fate of their ids, and the rows
-    that this update assigns, over all ranks.
-
-    Args:
-        name: of the table.
-        lookups: in training batches.
-        removed: lookups of ids without a row that were looked up before.
-        unseen: lookups of ids without a row that were never looked up before, or whose count has
-            been dropped.
-        out_of_range: lookups of ids that the table does not have.
-        came, went: number of ids that get a row in this update, and of ids that lose their row.
-    """
-
-    name: str
-    lookups: int
-    removed: int
-    unseen: int
-    out_of_range: int
-    came: int
-    went: int
-
-    @property
-    def kept(self) -> int:
-        """Lookups of ids with a row."""
-        return self.lookups - self.removed - self.unseen - self.out_of_range
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotUpdate:
-    """One update of following tables, in ``seconds`` on this rank."""
-
-    seconds: float
-    tables: tuple[SlotChange, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

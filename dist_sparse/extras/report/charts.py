@@ -18,11 +18,9 @@ from dist_sparse.extras.report.summary import (
     base_aucs,
     baseline,
     described,
-    fate_share,
-    fates_text,
     seed_spread,
 )
-from dist_sparse.records import FATES, MaskChange
+from dist_sparse.records import MaskChange
 from dist_sparse.text import count, number_of, percent, short, size
 
 Point = tuple[float, float | None]
@@ -125,7 +123,7 @@ _NOTES = {
 def charts(run: Run) -> list[Chart]:
     """Return the charts for which the run has data, in the order of the page."""
     # The result first, the course of the training below it, the tables last.
-    all_charts = [_auc_over_bytes(run), _sparsity(run), _fates(run), *_series_charts(run)]
+    all_charts = [_auc_over_bytes(run), _sparsity(run), *_series_charts(run)]
     for one in described(run):
         # Keys are names of files: those of the first run are the same without a recommendation.
         prefix = "" if one is run else "served_"
@@ -175,17 +173,6 @@ def _line(one: Run, run: Run, **options: Any) -> Line:
     # Seeds of the first run have its color.
     role = "main" if one.method == run.method else "other"
     return Line(name=one.name, role=role, number=one.number, **options)
-
-
-def _fates(run: Run) -> Chart:
-    """Return the share of lookups of following tables by their fate, before each update."""
-    lines = []
-    # Lookups that found a row have the color of the run.
-    roles = dict.fromkeys(FATES, "other") | {"kept": "main"}
-    for number, (fate, name) in enumerate(FATES.items()):
-        points = tuple((step, fate_share(update, fate)) for step, update in run.slots)
-        lines.append(Line(name=name, role=roles[fate], number=number, points=points))
-    return _line_chart("fates", "Lookups by fate", fates_text(run), lines, share=True)
 
 
 def _sparsity(run: Run) -> Chart:

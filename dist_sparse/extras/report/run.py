@@ -36,8 +36,6 @@ from dist_sparse.extras.report.typed import Kind, kinds_of, refuse_wrong, refusi
 from dist_sparse.records import (
     GuardCheck,
     MaskChange,
-    SlotChange,
-    SlotUpdate,
     StepRecord,
     TableStats,
 )
@@ -195,7 +193,6 @@ class Run:
         values: series by the names passed to ``RunLog.step``.
         due: mask updates, each with the step at which it was logged.
         validations: the guard's checks, each with the step at which it was logged.
-        slots: updates of following tables, each with the step at which it was logged.
         tables: statistics at the end; empty before.
         dead_rows: number of rows without a kept element, at the end.
         model_tables: bytes of all tables of the model; empty if ``RunLog`` was not given the model.
@@ -224,7 +221,6 @@ class Run:
     spent: Spent
     dead_rows: Mapping[str, int] = field(default_factory=dict)
     validations: tuple[tuple[int, GuardCheck], ...] = ()
-    slots: tuple[tuple[int, SlotUpdate], ...] = ()
     model_tables: Mapping[str, int] = field(default_factory=dict)
     traffic: Mapping[str, RowTraffic] = field(default_factory=dict)
     lookups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -519,7 +515,6 @@ class _Events:
             "values": {name: tuple(series) for name, series in self._series.items()},
             "due": tuple(self._events["masks"]),
             "validations": tuple(self._events["validation"]),
-            "slots": tuple(self._events["slots"]),
             "spent": spent,
             **self._at_end,
         }
@@ -598,14 +593,6 @@ def _mask_update(line: Mapping[str, Any]) -> StepRecord:
     )
 
 
-def _slot_update(line: Mapping[str, Any]) -> SlotUpdate:
-    tables = []
-    for table in line["tables"]:
-        refuse_wrong(table, _SLOT_CHANGE)
-        tables.append(SlotChange(**table))
-    return SlotUpdate(seconds=line["seconds"], tables=tuple(tables))
-
-
 def _guard_check(line: Mapping[str, Any]) -> GuardCheck:
     refuse_wrong(line["check"], _GUARD_CHECK)
     return GuardCheck(**line["check"])
@@ -614,7 +601,6 @@ def _guard_check(line: Mapping[str, Any]) -> GuardCheck:
 # Readers of events by the kind of their lines.
 _EVENTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "masks": _mask_update,
-    "slots": _slot_update,
     "validation": _guard_check,
 }
 
@@ -644,14 +630,12 @@ _STEP = kinds_of({"step": int})
 _LINES: Mapping[str, Mapping[str, Kind]] = {
     "values": _STEP | kinds_of({"seconds": float, "values": Mapping[str, float | None]}),
     "masks": _STEP | kinds_of(get_type_hints(StepRecord)),
-    "slots": _STEP | kinds_of(get_type_hints(SlotUpdate)),
     "validation": _STEP | kinds_of({"check": Mapping[str, Any]}),
     "resumed": kinds_of({"started": str}),
     "end": _STEP
     | kinds_of({"seconds": Mapping[str, float], "tables": Sequence[Mapping[str, Any]]}),
 }
 _MASK_CHANGE = kinds_of(get_type_hints(MaskChange))
-_SLOT_CHANGE = kinds_of(get_type_hints(SlotChange))
 _GUARD_CHECK = kinds_of(get_type_hints(GuardCheck))
 _TRAFFIC = kinds_of(get_type_hints(RowTraffic))
 # A log has the name of a dtype. torch may be missing here.

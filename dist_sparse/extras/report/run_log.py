@@ -11,8 +11,6 @@ Every line of ``log.jsonl`` has a ``kind``:
 - ``masks``: the mask update at ``step``: its ``number``, ``seconds``, ``collectives``, ``bytes``
   (of rank 0), and for each of ``tables`` the fields of
   :class:`~dist_sparse.records.MaskChange`;
-- ``slots``: the update of following tables at ``step``: its ``seconds``, and for each of
-  ``tables`` the fields of :class:`~dist_sparse.records.SlotChange`;
 - ``validation``: the ``step`` and the ``check`` of a guard
   (:class:`~dist_sparse.records.GuardCheck`);
 - ``resumed``: first line of another session, with the time that it ``started``;
@@ -33,7 +31,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +41,7 @@ from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.extras.report.folder import LogFile, check_config, check_log, open_log
 from dist_sparse.extras.report.summary import table_json
 from dist_sparse.groups import group_over, world_group
-from dist_sparse.records import FATES, GuardCheck, SlotUpdate, StepRecord
+from dist_sparse.records import GuardCheck, StepRecord
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.masks import counted_rows, knows_removed_rows, removed_lookups
 from dist_sparse.tables.modules import ModelTables
@@ -107,8 +104,6 @@ class RunLog:
             updates from now on. A recorder is attached to it until the log is closed; one log at a
             time.
         enforcer: log its time at the end. By default the enforcer of what ``sparsify`` returned.
-        slots: a :class:`~dist_sparse.extras.following.FollowingTables`: log its updates until the
-            log is closed; one log at a time.
         model: count the bytes of all its tables, those that are not sparsified too, so that bytes
             of runs are comparable.
         name: the run's name in reports; by default the folder's.
@@ -150,7 +145,6 @@ class RunLog:
         sparsifier: SparseTraining | BaseDataSparsifier | None = None,
         *,
         enforcer: MaskEnforcer | None = None,
-        slots: Any = None,
         model: nn.Module | None = None,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
@@ -166,8 +160,7 @@ class RunLog:
         self._writes = world.rank == 0
         with world.agreeing("RunLog()") as facts:
             # Inside agreeing(): an error on one rank is raised on all, so that no rank waits.
-            slots = SimpleNamespace(updates=None) if slots is None else slots
-            _refuse_wrong(sparsifier, enforcer, slots)
+            _refuse_wrong(sparsifier, enforcer)
             self.folder = Path(folder)
             given_sinks = [*sinks]
             if self._writes:
@@ -193,13 +186,10 @@ class RunLog:
         self._enforcer = enforcer
         # An enforcer counts since it was attached, and may have more logs than this one.
         self._enforced_before = getattr(enforcer, "seconds", 0.0)
-        self._slots = slots
         self._sparsifier = sparsifier
         self._take_records: Callable[[], list[StepRecord]] = list
         if sparsifier is not None:
             self._take_records = sparsifier.record().take
-        # FollowingTables appends its updates to this list while there is one.
-        slots.updates = []
         self._started = time.perf_counter()
         self._mask_seconds = 0.0
         self._last_step = -1
@@ -288,7 +278,6 @@ class RunLog:
         self._closed = True
         if self._sparsifier is not None:
             self._sparsifier.stop_recording()
-        self._slots.updates = None
         if self._file is not None:
             self._file.close()
         self._call_sinks("close")
@@ -313,8 +302,7 @@ class RunLog:
                 warnings.warn(f"{failed}: it gets no more values.", RuntimeWarning, stacklevel=3)
 
     def _write_events(self) -> None:
-        """Write the mask updates, validations and updates of following tables since the last
-        call."""
+        """Write the mask updates and validations since the last call."""
         # On every rank, though only rank 0 writes: records that are not taken pile up.
         for record in self._take_records():
             self._mask_seconds += record.seconds
@@ -323,10 +311,6 @@ class RunLog:
         for check in self._validations[self._logged_validations :]:
             self._write(kind="validation", step=self._last_step, check=asdict(check))
         self._logged_validations = len(self._validations)
-        updates, self._slots.updates = self._slots.updates, []
-        for update in updates:
-            self._write(kind="slots", step=self._last_step, **asdict(update))
-            self._call_sinks("scalars", self._last_step, _fates(update))
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
@@ -337,15 +321,6 @@ def _scalars(record: StepRecord) -> dict[str, float]:
             value = getattr(change, attribute)
             if value is not None:
                 scalars[f"{name}/{change.name}"] = float(value)
-    return scalars
-
-
-def _fates(update: SlotUpdate) -> dict[str, float]:
-    """Return the fractions of lookups of an update for sinks, by fate and table."""
-    scalars = {}
-    for change in update.tables:
-        for fate in FATES:
-            scalars[f"{fate}/{change.name}"] = getattr(change, fate) / max(change.lookups, 1)
     return scalars
 
 
@@ -409,8 +384,8 @@ def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
         sums[kind, _OCTAVES] += lookups[rows].sum().round().long()
 
 
-def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
-    """Refuse arguments of a wrong type, and a sparsifier or tables that another log records."""
+def _refuse_wrong(sparsifier: Any, enforcer: Any) -> None:
+    """Refuse arguments of a wrong type, and a sparsifier that another log records."""
     wrong = "Invalid {} of type {}: must be a {}."
     if not isinstance(sparsifier, BaseDataSparsifier | None):
         raise ValueError(
@@ -418,16 +393,11 @@ def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
         )
     if not isinstance(enforcer, MaskEnforcer | None):
         raise ValueError(wrong.format("enforcer", type(enforcer).__name__, "MaskEnforcer"))
-    # Not isinstance(): FollowingTables needs torchrec.
-    if not hasattr(slots, "updates"):
-        raise ValueError(wrong.format("slots", type(slots).__name__, "FollowingTables"))
     if sparsifier is not None and sparsifier.masks.recorder is not None:
         raise ValueError(
             "Another RunLog or recorder has this sparsifier: close that log, or call"
             " stop_recording()."
         )
-    if slots.updates is not None:
-        raise ValueError("Another RunLog logs these following tables: close that log first.")
 
 
 def _refuse_non_number(name: str, value: object) -> None:

@@ -25,7 +25,7 @@ from dist_sparse.extras.report.run import (
     target_of,
     total,
 )
-from dist_sparse.records import FATES, SlotUpdate, TableStats
+from dist_sparse.records import TableStats
 from dist_sparse.text import (
     block_shape_text,
     count,
@@ -480,26 +480,6 @@ def base_aucs(run: Run) -> list[float]:
     return _known_aucs(_methods(run)[baseline(run).method], run) if run.compared else []
 
 
-def fates_text(run: Run) -> str:
-    """Return a sentence about the lookups of following tables before their last update; "" without
-    an update."""
-    if not run.slots:
-        return ""
-    _, update = run.slots[-1]
-    lookups = total(update.tables, "lookups")
-    came, went = total(update.tables, "came"), total(update.tables, "went")
-    shares = [f"{percent(fate_share(update, fate))} {text}" for fate, text in FATES.items()]
-    return (
-        f"Of {number_of(lookups, 'lookup')} before the last update {', '.join(shares)};"
-        f" {number_of(came, 'row')} came, {count(went)} went."
-    )
-
-
-def fate_share(update: SlotUpdate, fate: str) -> float | None:
-    """Return the share of the lookups before an update that had a fate."""
-    return share_of(total(update.tables, fate), total(update.tables, "lookups"))
-
-
 def numbers(run: Run) -> dict[str, Any]:
     """Return the numbers of a run as JSON-able values.
 
@@ -608,13 +588,10 @@ def inspect_text(run: Run) -> str:
     lines = [*wrapped_lines(texts, "  "), "", *_table_text(run)]
     last = _last_values(run).items()
     facts = {"last": ", ".join(f"{name} {value:.4g}" for name, value in last)}
-    # A run that has only following tables has no masks.
-    if run.states or not run.slots:
-        # The sums over all tables; (0, 0) where none has been looked up.
-        looked_up, removed = map(sum, zip((0, 0), *run.lookups.values(), strict=True))
-        share = percent(removed / looked_up) if looked_up else ""
-        facts |= {"mask updates": str(len(run.due)), "lookups of removed rows": share}
-    facts["following tables"] = fates_text(run)
+    # The sums over all tables; (0, 0) where none has been looked up.
+    looked_up, removed = map(sum, zip((0, 0), *run.lookups.values(), strict=True))
+    share = percent(removed / looked_up) if looked_up else ""
+    facts |= {"mask updates": str(len(run.due)), "lookups of removed rows": share}
     lines += wrapped_lines([f"{name}: {text}" for name, text in facts.items() if text], "  ")
     if run.config:
         config = [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]

@@ -49,7 +49,7 @@ def changes(folder: Path, new: object) -> Iterator[tuple[Any, ...]]:
     texts = {name: (folder / name).read_text() for name in (RUN, LINES, "artifacts.json")}
     lines = [json.loads(line) for line in texts[LINES].splitlines()]
     first = {line["kind"]: place for place, line in reversed([*enumerate(lines)])}
-    assert set(first) == {"values", "masks", "slots", "validation", "resumed", "end"}
+    assert set(first) == {"values", "masks", "validation", "resumed", "end"}
     for name in (RUN, "artifacts.json"):
         whole = json.loads(texts[name])
         for path in paths(whole):
@@ -69,13 +69,10 @@ def logged(folder: Path) -> None:
     """The folder of a run with lines of every kind, and an artifact."""
     write_many(folder, tables=2, due=2, steps=4)
     traffic = {"kept": [1, 2], "removed": [3, 0], "kept_lookups": 5, "removed_lookups": 1}
-    counts = dict.fromkeys(("lookups", "removed", "unseen", "out_of_range", "came", "went"), 1)
-    slots = {"seconds": 0.5, "tables": [{"name": "t", **counts}]}
     undone = {"undone": 1, "sparsity": 0.5}
     check = {"step": 1, "metric": 0.5, "best": 0.75, "holds": False, **undone}
     *lines, end = [json.loads(line) for line in (folder / LINES).read_text().splitlines()]
     end["tables"][0]["traffic"] = traffic
-    lines.append({"kind": "slots", "step": 3, **slots})
     lines.append({"kind": "validation", "step": 3, "check": check})
     lines.append({"kind": "resumed", "started": "2026-11-21T15:02:15+0000"})
     (folder / LINES).write_text("".join(json.dumps(line) + "\n" for line in (*lines, end)))

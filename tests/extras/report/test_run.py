@@ -168,7 +168,7 @@ def test_folders_without_a_run(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        ("values", {"kind": "other"}, "kind is 'other'; must be one of values, masks, slots"),
+        ("values", {"kind": "other"}, "kind is 'other'; must be one of values, masks, validation"),
         ("values", {"values": 3}, "values is 3; must be a mapping of numbers or null"),
         ("end", {"tables": [{"name": "t"}]}, "it has no 'traffic'"),
         ("masks", {"tables": [{"name": "t"}]}, "missing .* 'target'"),

@@ -305,7 +305,7 @@ def test_bad_values(tmp_path: Path) -> None:
         RunLog(tmp_path / "none", config={"loop": loop})
     for wrong in ({"sparsifier": nn.Linear(1, 1)}, {"enforcer": 3}):
         with pytest.raises(
-            ValueError, match=r"Invalid (sparsifier|enforcer|slots) of type .*: must be a "
+            ValueError, match=r"Invalid (sparsifier|enforcer) of type .*: must be a "
         ):
             RunLog(tmp_path / "none", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Invalid config: "):
