@@ -37,10 +37,7 @@ from online.client import Client
 from online.formula import DELTA
 from online.model import CROSS, IDS, build
 
-_HEAD = (
-    *("day", "AUC trained", "AUC served", "delta", "full"),
-    *("came", "went", "removed", "guard"),
-)
+_HEAD = ("day", "AUC trained", "AUC served", "delta", "full", "gone", "removed", "guard")
 _HELD_OUT = 20  # one in 20 ratings is held out for the guard's validation
 _TOLERANCE = 0.002
 
@@ -138,8 +135,8 @@ def main(options: argparse.Namespace) -> None:
         sizes.append((bytes_of(written.path), bytes_of(full / DELTA.format(day))))
         assert written.delta is not None  # the base was published before the first day
         tables = written.delta.tables.values()
-        ids = str(sum(each.came for each in tables)), str(sum(each.gone for each in tables))
-        figures = (f"{trained:.4f}", f"{served:.4f}", *map(size, sizes[-1]), *ids)
+        gone = str(sum(each.gone for each in tables))
+        figures = (f"{trained:.4f}", f"{served:.4f}", *map(size, sizes[-1]), gone)
         lines.append((str(day), *figures, level, "holds" if held else "undone"))
         print(f"day {day} of {len(job.days)}: published {size(sizes[-1][0])}", flush=True)
     if client:

@@ -131,7 +131,7 @@ def test_objects_that_can_not_check_a_state_get_their_own_back(last: str, tmp_pa
 
 
 class Chunked(Counter):
-    """Its state has a tensor in pieces, as those of following tables and of codes."""
+    """Its state has a tensor in pieces, as that of codes."""
 
     def state_dict(self) -> dict[str, Any]:
         pieces = [((0,), self.seen.clone())]
