@@ -121,7 +121,7 @@ class CompactIds(nn.Module):
     def __init__(
         self,
         tables: Sequence[EmbeddingBagConfig | EmbeddingConfig],
-        indexes: Mapping[str, Any],
+        indexes: Mapping[str, RowIndex],
         collection: Any,
     ) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ class IndexedCollection(CompactCollection):
     def __init__(
         self,
         tables: Sequence[Any],
-        indexes: Mapping[str, Any],
+        indexes: Mapping[str, RowIndex],
         is_weighted: bool = False,
         device: torch.device | None = None,
         stored_rows: Mapping[str, int] | None = None,
@@ -556,11 +556,6 @@ def compact_collection(
     made.ids.to(device)
     _allocate(made.inner, module)
     return made.train(module.training)
-
-
-def stored_rows(module: nn.Module) -> dict[str, int]:
-    """Return the number of rows of each table of a collection of TorchRec, sharded or not."""
-    return {table.name: table.rows for table in collection_of(module).tables}
 
 
 def least_rows(module: nn.Module, rows: Mapping[str, int]) -> dict[str, int]:
