@@ -140,7 +140,7 @@ class CompactIds(nn.Module):
         small = sorted(indexes, key=self.num_ids.__getitem__)
         sums = list(accumulate(self.num_ids[name] for name in small))
         self._mapped = set(small[: bisect_right(sums, MAPPED_ROWS)])
-        self._lookups: _Lookups | None = None
+        self._built: _Lookups | None = None
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -151,8 +151,8 @@ class CompactIds(nn.Module):
     def nbytes(self) -> int:
         """Bytes of the indexes, and of the maps that lookups have built so far."""
         indexes: Iterable[Any] = self.indexes.values()
-        built = {} if self._lookups is None else self._lookups.maps
-        maps = sum(each.nbytes for each in built.values())
+        maps_by_table = {} if self._built is None else self._built.maps
+        maps = sum(each.nbytes for each in maps_by_table.values())
         return sum([int(index.nbytes) for index in indexes], maps)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -234,11 +234,11 @@ class CompactIds(nn.Module):
         for index in self._index_list:
             words = index.words
             state += id(words), words._version
-        lookups = self._lookups
+        lookups = self._built
         if lookups is None or lookups.state != state:
             # Free the memory of the last ones first.
-            self._lookups = lookups = None
-            lookups = self._lookups = self._build_lookups(ids.device)
+            self._built = lookups = None
+            lookups = self._built = self._build(ids.device)
         if not lookups.mapped:
             counts = ordered.lengths().view(len(self._features), -1).sum(1)
             found, known = lookups.joined(ids, counts)
@@ -256,11 +256,11 @@ class CompactIds(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The version of a copied tensor starts at 0 again, so stale lookups could pass as current.
-        return {**self.__dict__, "_lookups": None}
+        return {**self.__dict__, "_built": None}
 
     # Tensors of inference mode have no version, and no load could write into them.
     @torch.inference_mode(False)
-    def _build_lookups(self, device: torch.device) -> _Lookups:
+    def _build(self, device: torch.device) -> _Lookups:
         """Return what :meth:`rows` reads, for ids on a device."""
         indexes: dict[str, Any] = dict(self.indexes.items())
         # A device has one pass for all features: there, each launch takes longer than its lookups.

@@ -55,15 +55,18 @@ def check_lengths(ids: Tensor, lengths: Tensor, features: int) -> Tensor:
             f" {features} features."
         )
     counts = lengths.view(features, -1).sum(1)
-    sums = [0]
-    extremes = [0, 0]
+    count = least = most = 0
     if lengths.size(0):
-        # In one tensor: the host waits once for a device.
-        numbers = torch.hstack((counts, *torch.aminmax(lengths))).tolist()
-        sums, extremes = numbers[:-2], numbers[-2:]
-    least, most = extremes
-    # Python's integers don't wrap, and sums of lengths up to n can't.
-    fits = sum(sums) == n < 2**31
+        extremes = torch.aminmax(lengths)
+        if lengths.is_cpu:
+            numbers = [*counts.tolist(), extremes[0].item(), extremes[1].item()]
+        else:
+            # The host waits once. On the CPU, this tensor takes longer than reading each number.
+            numbers = torch.hstack((counts, *extremes)).tolist()
+        *sums, least, most = numbers
+        # Python's integers don't wrap, and sums of lengths up to n can't.
+        count = sum(sums)
+    fits = count == n < 2**31
     fits = fits and least >= 0 and most <= n
     if not fits:
         raise ValueError(_LENGTHS)
