@@ -1,11 +1,11 @@
-"""Tables of equal bytes: following ones and their alternatives.
+"""Tables of equal bytes whose rows follow the traffic, and their alternatives.
 
 On a stream whose hot ids drift, with ``--movielens FOLDER`` on MovieLens-100K and with ``--lastfm
 FILE`` on the taggings of Last.FM, both in the order of time; every batch is predicted before it is
 trained on. Each method that has settings is tuned with four of them on another seed, or on the first
-part of a log, before the reported runs. Besides, other streams with no method tuned, and the memory
-and the time of a table of 100,000,000 ids. Results are written to ``benchmarks/results/`` as JSON
-and markdown. Half an hour, or an hour with ``--intervals 1 5 40``.
+part of a log, before the reported runs. Besides, other streams with no method tuned. Results are
+written to ``benchmarks/results/`` as JSON and markdown. Half an hour, or an hour with ``--intervals
+1 5 40``.
 """
 
 from __future__ import annotations
@@ -74,17 +74,6 @@ LASTFM = {
     **{"what": "lastfm", "ids": 200_000, "dim": 64, "steps": 729, "budgets": [0.05]},
     "small": {"user": 1_892, "artist": 12_523, "tag": 9_748},
 }
-
-MEMORY = {
-    **{"what": "memory", "ids": 100_000_000, "dim": 64, "seed": 0},
-    # The rest of the rows is the nursery.
-    **{"rows": 1_000_000, "hot": 900_000},
-}
-
-MEASURED = [
-    {**MEMORY, "method": method, "ranks": ranks, "every": 50, "batch": 2048, "bag": 10}
-    for method, ranks in (("compact", 1), ("following", 1), ("following", 2), ("following", 4))
-]
 
 CASE = "benchmarks.following_case"
 
@@ -163,7 +152,7 @@ def _untuned(*_: Any) -> list[Run]:
 def _measured(cases: Sequence[Run]) -> list[Run]:
     found = []
     for case in tqdm(cases, disable=not sys.stderr.isatty()):
-        found.append(fresh(CASE, case, case.get("ranks", 1), 1))
+        found.append(fresh(CASE, case, 1, 1))
         found[-1].pop("path", None)
     return found
 
@@ -188,8 +177,6 @@ PARTS: dict[str, Callable[[str, Sequence[int]], list[Run]]] = {
 
 def report(found: Sequence[Run]) -> str:
     """The figures of a part as markdown tables with what they mean."""
-    if found[0]["what"] == "memory":
-        return _memory(found)
     cases = [case for case in found if not case["tuning"]]
     if found[0]["what"] == "others":
         notes = f"{_NOTES['stream']} {_UNTUNED} {_SHARED}"
@@ -342,31 +329,6 @@ def _tried(cases: Sequence[Run]) -> str:
 
 def _spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.4f} ± {(max(values) - min(values)) / 2:.4f}"
-
-
-def _memory(found: Sequence[Run]) -> str:
-    notes = (
-        "A table of 100,000,000 ids x 64 that stores 1,000,000 rows, row-wise, with row-wise"
-        " Adagrad; bags of 10 ids, 2,048 a rank; 9 of 10 lookups are of 900,000 ids that hold rows"
-        " of their own at first. Resident memory of rank 0 beyond that of its imports: once the"
-        " model is made, after 150 steps, and the highest. Index: counts and indexes of all ranks,"
-        " bytes an id."
-        " Milliseconds: the median CPU time of rank 0 in a step between due ones, and of a due step"
-        " (every 50)."
-    )
-    lines = [
-        "| ranks | table | made | resident | peak | index | step | due step |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for f in found:
-        sizes = ["-" if f[key] is None else f"{f[key] / 1e6:.0f} MB" for key in _SIZES]
-        due = f"{f['due_ms']:.0f} ms" if f["method"] == "following" else "-"
-        row = [str(f["ranks"]), f["method"], *sizes, f"{f['bytes_an_id']:.2f}"]
-        lines.append("| " + " | ".join([*row, f"{f['ms']:.1f} ms", due]) + " |")
-    return f"{notes}\n\n" + "\n".join(lines)
-
-
-_SIZES = ("made", "resident", "peak")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Examples in the order of time for the benchmark of following tables: two logs and a generator."""
+"""Examples in the order of time for the benchmark of tables that follow the traffic: two logs and a generator."""
 
 from __future__ import annotations
 

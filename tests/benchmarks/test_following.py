@@ -1,4 +1,4 @@
-"""The benchmark of following tables: its streams, its tuning, a small case. No figure is asserted."""
+"""The benchmark of tables whose rows follow the traffic: its streams, its tuning, a small case. No figure is asserted."""
 
 from __future__ import annotations
 
