@@ -532,9 +532,8 @@ class _TableShards:
 
 
 class ShardedTables(UnshardedTables):
-    """A sharded collection at this moment: a
-    :class:`~dist_sparse.tables.protocols.TableCollection`. It is read when its first table is
-    located, and kept no longer than one walk."""
+    """A :class:`~dist_sparse.tables.protocols.TableCollection`, sharded as it is at this moment. It
+    is read when its first table is located, and kept no longer than one walk."""
 
     is_sharded = True
 
