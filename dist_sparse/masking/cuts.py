@@ -36,7 +36,7 @@ from dist_sparse.masking.scores import (
     to_scores,
 )
 from dist_sparse.parcels import Parcels, Read
-from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
+from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of, sent
 
 
 @dataclass
@@ -381,7 +381,7 @@ def _score_owned(
 
 def _scores(table: CutTable, sums: Tensor, first: int, columns: Sequence[int]) -> Tensor:
     """Return the scores of blocks as int32, from their sums, which are overwritten."""
-    at = torch.tensor(columns, dtype=torch.int64, device=sums.device)
+    at = sent(columns, sums.device)
     widths = block_widths(table.data.shape, table.block, at)
     return to_scores(sums, first, widths, table.data.shape, table.block).view(torch.int32)
 
