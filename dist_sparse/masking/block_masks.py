@@ -276,7 +276,8 @@ def _common_width(goal: Goal) -> int | None:
 
 def _why_alone(table: ScoredTable) -> str:
     """Return why a table shares no pass with others; "" if it may."""
-    if table.cuts is not None and not table.cuts.is_parts_of_rows():
+    on_cpu = table.goal.data.shards[0].tensor.is_cpu
+    if table.cuts is not None and (on_cpu or not table.cuts.is_parts_of_rows()):
         return "the borders of its shards cut blocks"
     if table.goal.by_element:
         return "its blocks lose only some of their elements"
