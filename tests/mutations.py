@@ -57,6 +57,7 @@ MUTATIONS = [
     M("masking/block_masks.py", "counts=shard.rect in table.owned", "counts=True", "tests/dist/test_masks.py -k 2-data_parallel"),
     M("masking/cuts.py", "scores[[i - owned.start for i in slabs]] = KEPT", "pass", "tests/dist/test_sharded_tensors.py -k cross"),
     M("masking/scores.py", "return (bits < 0) | (bits >= NOT_FINITE)", "return bits >= NOT_FINITE", "tests/dist/test_bad_values.py -k negative"),
+    M("extras/device/kernels.py", "score_bits(sums / whole)", "score_bits(sums)", "tests/extras/device/simulated/test_parts_of_rows.py -k divided"),
     # -- sparsifiers
     # -----------------------------------------------------------------------------------------------------
     M("sparsifiers/step.py", "            mask.data = old\n", "            pass\n", "tests/dist/test_bad_values.py -k plain_data"),

@@ -26,6 +26,7 @@ from dist_sparse.masking.cuts import (
     cut_indices,
     exchange_partials,
     return_decisions,
+    sum_parts,
 )
 from dist_sparse.masking.device import (
     flat_width,
@@ -236,14 +237,16 @@ def _pass_of(table: ScoredTable) -> _Pass:
     if not data.shards:
         return _Pass(_score_alone)
     rect, tensor = data.shards[0]
-    # A shared pass reads whole blocks that no border cuts. A user's own measure knows one table.
+    # A shared pass reads whole blocks, or equal parts. A user's own measure knows one table.
     reason = _why_alone(table)
     if not reason:
         measure: tuple[object, ...] = (goal.measure,)
         if isinstance(goal.measure, ByTotals):
-            totals = _totals([table])[0]
+            totals = _totals(_shards([table]))[0]
             measure = goal.measure.squares, totals.total.dtype, totals.of_elements
         common = data.ranks, tensor.device, data.dtype, *measure
+        if table.cuts is not None:
+            return _Pass(_score_parts, common)
         width = _common_width(goal)
         if width is not None:
             return _Pass(_score_flat, (*common, width))
@@ -273,14 +276,19 @@ def _common_width(goal: Goal) -> int | None:
 
 def _why_alone(table: ScoredTable) -> str:
     """Return why a table shares no pass with others; "" if it may."""
-    if table.cuts:
+    on_cpu = table.goal.data.shards[0].tensor.is_cpu
+    if table.cuts is not None and (on_cpu or not table.cuts.is_parts_of_rows()):
         return "the borders of its shards cut blocks"
     if table.goal.by_element:
         return "its blocks lose only some of their elements"
     return "its score is a function" if callable(table.goal.measure) else ""
 
 
-def _shards(tables: Sequence[ScoredTable]) -> list[tuple[ScoredTable, Shard]]:
+# A shard of a table.
+HeldShard = tuple[ScoredTable, Shard]
+
+
+def _shards(tables: Sequence[ScoredTable]) -> list[HeldShard]:
     """Return the shards of some tables, in their order. A rank may hold replicas: one of them."""
     found = []
     for table in tables:
@@ -301,8 +309,22 @@ def _score_flat(tables: Sequence[ScoredTable]) -> list[Tensor]:
     kernels = kernels_on(shards[0].tensor.device)
     assert kernels is not None and not callable(measure)
     all_blocks = [table.goal.grid.blocks for table, _ in held]
-    _add_batch(tables, kernels.FlatScores(shards, blocks, measure, _totals(tables), all_blocks))
+    _add_batch(tables, kernels.FlatScores(shards, blocks, measure, _totals(held), all_blocks))
     return []
+
+
+def _score_parts(tables: Sequence[ScoredTable]) -> list[Tensor]:
+    """Have kernels sum the parts of rows that the shards of some tables have. Return their largest
+    scores."""
+    held = _shards(tables)
+    # The owners of the rows count them.
+    none = torch.zeros(HISTOGRAM, dtype=torch.int64, device=held[0][1].tensor.device)
+    parts = []
+    for table, shard in held:
+        _add_segment(table, shard).histogram = none
+        assert table.cuts is not None
+        parts.append((table.cuts, shard))
+    return sum_parts(parts, tables[0].goal.measure, _totals(held))
 
 
 def _add_batch(tables: Sequence[ScoredTable], batch: Batch) -> None:
@@ -350,17 +372,17 @@ def _stacked_measure(tables: Sequence[ScoredTable]) -> scoring.Measure:
     measure = tables[0].goal.measure
     if not isinstance(measure, ByTotals):
         return measure
-    values = [totals.of_rows(slice(None)) for totals in _totals(tables)]
+    values = [totals.of_rows(slice(None)) for totals in _totals(_shards(tables))]
     # All tables have one total per row, or all have one per element: see _pass_of().
     total = torch.cat(values)
     stacked = RowTotals(Rect(0, 0, *total.shape), total)
     return ByTotals(lambda offset: stacked, measure.squares)
 
 
-def _totals(tables: Sequence[ScoredTable]) -> list[RowTotals]:
-    """Return the totals of the shards of tables; none if they are scored by norms."""
+def _totals(held: Sequence[HeldShard]) -> list[RowTotals]:
+    """Return the totals of shards; none if they are scored by norms."""
     totals = []
-    for table, shard in _shards(tables):
+    for table, shard in held:
         measure = table.goal.measure
         if isinstance(measure, ByTotals):
             totals.append(measure.find(shard.rect[:2]))

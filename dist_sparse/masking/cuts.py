@@ -24,11 +24,19 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.device import finish
+from dist_sparse.masking.device import finish, flat_width, kernels_on
 from dist_sparse.masking.masks import pack, unpack
-from dist_sparse.masking.scores import KEPT, Segment, block_sums, block_widths, to_scores
+from dist_sparse.masking.scores import (
+    KEPT,
+    Measure,
+    RowTotals,
+    Segment,
+    block_sums,
+    block_widths,
+    to_scores,
+)
 from dist_sparse.parcels import Parcels, Read
-from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of
+from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of, sent
 
 
 @dataclass
@@ -41,7 +49,7 @@ class Partials:
         cols: its cut block columns, counted from its first.
         sums: partial sums in cut columns, for every block row of the shard: float64
             ``(grid.rows, cut columns)``; released once they are sent.
-        clean: whether each partial sum is 0, bool of the same shape.
+        clean: whether each partial sum is 0, bool of the same shape; set once they are sent.
         elements: element scores of each cut block row, float64 ``(its rows in the shard,
             rect.cols)``.
     """
@@ -50,13 +58,13 @@ class Partials:
     rows: tuple[int, ...]
     cols: list[int]
     sums: Tensor
-    clean: Tensor
+    clean: Tensor = field(init=False)
     elements: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def cuts_all(self) -> bool:
         """Whether all blocks of the shard are in cut columns."""
-        return self.clean.shape[1] == self.grid.cols
+        return len(self.cols) == self.grid.cols
 
     def mark(self, bits: Tensor, first: int) -> None:
         """Replace the scores of cut blocks by KEPT, in the block rows from ``first`` on."""
@@ -70,13 +78,12 @@ class Partials:
         """Store the sums of cut columns, from the sums ``(n, grid.cols)`` of all blocks, in the
         block rows from ``first`` on."""
         # A copy: the caller overwrites its sums.
-        own = self.sums[first : first + len(sums)]
-        own.copy_(sums[:, self.cols])
-        torch.eq(own, 0, out=self.clean[first : first + len(sums)])
+        self.sums[first : first + len(sums)].copy_(sums[:, self.cols])
 
     def release(self) -> None:
         """Free what has been sent: the sums may take as much memory as the scores."""
-        self.sums = self.sums.new_zeros(0)
+        self.clean = self.sums == 0
+        self.sums = self.sums.new_empty(0)
         self.elements = {}
 
 
@@ -131,18 +138,24 @@ class CutTable:
         return self.cols[self.places(rect)]
 
     def add_shard(self, rect: Rect, device: torch.device) -> Partials:
-        """Return a shard's part of its cut blocks, for :meth:`Partials.note` to fill."""
+        """Return a shard's part of its cut blocks, for :meth:`Partials.note` or kernels to
+        fill."""
         grid = grid_of(rect, self.block)
         cols = [j - grid.col for j in self.cols_in(rect)]
-        shape = grid.rows, len(cols)
-        partials = self.partials[rect] = Partials(
-            grid,
-            self.rows_in(range(grid.row, grid.row_end)),
-            cols,
-            torch.zeros(shape, dtype=torch.float64, device=device),
-            torch.zeros(shape, dtype=torch.bool, device=device),
-        )
+        rows = self.rows_in(range(grid.row, grid.row_end))
+        sums = torch.empty(grid.rows, len(cols), dtype=torch.float64, device=device)
+        partials = self.partials[rect] = Partials(grid, rows, cols, sums)
         return partials
+
+    def is_parts_of_rows(self) -> bool:
+        """Whether kernels sum this rank's shards: each has one part of each of its rows, which are
+        all cut."""
+        # Kernels read weights as float32, which is not exact for float64.
+        return self.data.dtype != torch.float64 and all(
+            grid_of(rect, self.block).cols == len(self.cols_in(rect)) == 1
+            and flat_width(rect, self.block, tensor) is not None
+            for rect, tensor in self.data.shards
+        )
 
     def slab(self, row: int) -> Rect:
         """Return the elements of a whole block row."""
@@ -229,6 +242,42 @@ def cut_by_columns(data: ShardedData, block: Block, zeros_per_block: int) -> str
         f" block {block}, so a column border may not cut blocks, but borders are at columns"
         f" {borders}; block widths that fit: {fits}."
     )
+
+
+def sum_parts(
+    parts: Sequence[tuple[CutTable, Shard]], measure: Measure, totals: Sequence[RowTotals]
+) -> list[Tensor]:
+    """Have kernels compute :class:`Partials` of shards, in one launch for all of a width.
+
+    Args:
+        parts: shards of one dtype on one device; all have :meth:`CutTable.is_parts_of_rows`.
+        measure: how elements are scored, the same in all.
+        totals: of each shard, if the measure is by them.
+
+    Returns:
+        The largest scores of parts, int64 ``(1,)``; a negative one is a NaN.
+    """
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for number, (_, (rect, _)) in enumerate(parts):
+        # A shard of one column has as many totals of elements as of rows.
+        of_elements = bool(totals) and totals[number].of_elements
+        alike.setdefault((rect.cols, of_elements), []).append(number)
+    largest = []
+    for numbers in alike.values():
+        tables, shards = zip(*(parts[number] for number in numbers), strict=True)
+        device = shards[0].tensor.device
+        kernels = kernels_on(device)
+        assert kernels is not None
+        sums, widths = [], []
+        for table, (rect, _) in zip(tables, shards, strict=True):
+            sums.append(table.add_shard(rect, device).sums)
+            [column] = table.cols_in(rect)
+            widths.append(min(table.block[1], table.data.shape[1] - column * table.block[1]))
+        of_these = [totals[number] for number in numbers if totals]
+        blocks = [table.block for table in tables]
+        scores = kernels.FlatScores(shards, blocks, measure, of_these, [])
+        largest.append(scores.add_up(sums, widths))
+    return largest
 
 
 def exchange_partials(tables: Sequence[CutTable], group: Group, device: torch.device) -> None:
@@ -332,7 +381,7 @@ def _score_owned(
 
 def _scores(table: CutTable, sums: Tensor, first: int, columns: Sequence[int]) -> Tensor:
     """Return the scores of blocks as int32, from their sums, which are overwritten."""
-    at = torch.tensor(columns, dtype=torch.int64, device=sums.device)
+    at = sent(columns, sums.device)
     widths = block_widths(table.data.shape, table.block, at)
     return to_scores(sums, first, widths, table.data.shape, table.block).view(torch.int32)
 

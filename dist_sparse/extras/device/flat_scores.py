@@ -9,6 +9,8 @@ The shards of many tables share each launch, and weights are read once.
   score all blocks: count the blocks below the bucket and in it, list the blocks in it, and decide
   about all others. All further passes read the list.
 
+Of rows that column borders cut, kernels sum each shard's parts, for the owners of the rows.
+
 Where a sample has misled, or a list has no room for its blocks, passes read the weights again: they
 take longer, with the same result.
 
@@ -162,16 +164,30 @@ class FlatScores:
         self._narrowed: dict[int, _Narrowed] = {}
         self._ints = partial(torch.empty, dtype=torch.int32, device=self._device)
         self.held: list[Tensor] = []
-        if not too_large(4, width * tensor.element_size()):
-            self.held = [self._ints(grid.blocks) for grid in self._grids]
+        self._holds = not too_large(4, width * tensor.element_size())
         # Every shard of a table by the same stride, so that its parts weigh alike.
         self._strides = [max(_SPARSE, blocks // _SAMPLE) for blocks in table_blocks]
         self.sampled = [0] * len(self._grids)
         for number, whole in enumerate(table_blocks):
-            if whole >= _SMALL and not self.held:
+            if whole >= _SMALL and not self._holds:
                 self.sampled[number] = self._grids[number].blocks
 
+    def add_up(self, parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
+        """Write the sums of blocks that are each a part of a wider one. Return the largest score of
+        a part, int64 ``(1,)``.
+
+        Args:
+            parts: for the sums of each shard, float64.
+            widths: of its whole blocks.
+        """
+        jobs = []
+        for number, (part, width) in enumerate(zip(parts, widths, strict=True)):
+            jobs.append(self._on_weights(number)._replace(scores=part.data_ptr(), whole=width))
+        return kernels.add_up(jobs, self._scoring, self._device)
+
     def first_histograms(self) -> Tensor:
+        if self._holds:
+            self.held = [self._ints(grid.blocks) for grid in self._grids]
         exact = [number for number, blocks in enumerate(self.sampled) if not blocks]
         samples = {}
         for number, blocks in enumerate(self.sampled):

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from dist_sparse.extras.device.score_kernels import block_scores, kernel, own_job
+from dist_sparse.extras.device.score_kernels import block_sums, kernel, own_job, score_bits
 from dist_sparse.masking.scores import NOT_FINITE
 from dist_sparse.tables.shards import sent
 
@@ -116,7 +116,7 @@ class Job(NamedTuple):
         high: scores from ``low`` to ``high`` are *within*: they are counted and listed.
         last: blocks within are removed up to this place.
         shift: scores that differ only below this bit share a bucket.
-        scores: address to write scores to: of all blocks, or of listed ones.
+        scores: address to write scores to, of all blocks or of listed ones; or float64 sums to.
         places: address of the places of listed blocks, int32.
         lengths: address of the number of blocks that each program has listed, int32.
         capacity: number of blocks that a program may list.
@@ -132,6 +132,7 @@ class Job(NamedTuple):
         room: number of places there.
         first: number of the first program of the shard; set at the launch.
         programs: number of programs of the shard; set at the launch if 0.
+        whole: number of elements of a whole block, of which the shard has a part.
     """
 
     source: int
@@ -157,6 +158,7 @@ class Job(NamedTuple):
     room: int = 0
     first: int = 0
     programs: int = 0
+    whole: int = 0
 
 
 class Pruning(NamedTuple):
@@ -248,6 +250,15 @@ def sweep(
     if output is None or not buckets:
         return Swept(output, None)
     return Swept(None, output.sum(1) if copies > 1 else output[:, 0])
+
+
+def add_up(jobs: Sequence[Job], scoring: Scoring, device: torch.device) -> Tensor:
+    """Write the sums of parts of blocks. Return the largest score of a part, int64 ``(1,)``: as if
+    the rest of its block were 0. A negative one counts as NaN."""
+    most = torch.zeros(1, dtype=torch.int64, device=device)
+    constants = {"VECTOR": scoring.vector(jobs), **scoring.constants()}
+    _launch(sums_kernel, jobs, scoring.width, device, most, **constants)
+    return most
 
 
 # What a sweep can do.
@@ -379,7 +390,7 @@ def _read(
 ) -> tl.tensor:
     """Return the scores of a tile, int32: of weights, or as they are held or listed."""
     if WIDTH > 0:
-        bits = block_scores(
+        sums = block_sums(
             job,
             first,
             left,
@@ -395,6 +406,8 @@ def _read(
             SAMPLES,
             VECTOR,
         )
+        # The same for a power of two, without a division.
+        bits = score_bits(sums * (1.0 / WIDTH) if WIDTH & (WIDTH - 1) == 0 else sums / WIDTH)
     else:
         each = tl.arange(0, BLOCKS)
         scores = _ints(job) + first
@@ -551,6 +564,56 @@ def sweep_kernel(
         capacity = tl.load(job + 9).to(tl.int32)
         tl.store(_ints(job + 8) + program, tl.minimum(length, capacity))
         _add(counts + number * 5 + 4, tl.maximum(length - capacity, 0))
+
+
+@kernel
+def sums_kernel(
+    jobs: tl.tensor,
+    count: tl.tensor,
+    most: tl.tensor,
+    FIELDS: tl.constexpr,
+    STEPS: tl.constexpr,
+    TYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    OF_ELEMENTS: tl.constexpr,
+    TOTAL_TYPE: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    VECTOR: tl.constexpr,
+) -> None:
+    """Write the sums of one shard; see :func:`add_up`. The numbers added to ``job`` are the
+    positions of fields of :class:`Job`."""
+    job = jobs + own_job(jobs, count, FIELDS, 21, STEPS) * FIELDS
+    blocks = tl.load(job + 1)
+    program, programs = tl.program_id(0) - tl.load(job + 21), tl.load(job + 22)
+    to = tl.load(job + 6).to(tl.pointer_type(tl.float64))
+    whole = tl.load(job + 23).to(tl.float64)
+    each = tl.arange(0, BLOCKS)
+    largest = tl.zeros([BLOCKS], dtype=tl.int32)
+    for first in range(program * BLOCKS, blocks, programs * BLOCKS):
+        left = _left(blocks, first, BLOCKS)
+        sums = block_sums(
+            job,
+            first,
+            left,
+            TYPE,
+            WIDTH,
+            BLOCKS,
+            LANES,
+            ABSOLUTE,
+            OF_ELEMENTS,
+            TOTAL_TYPE,
+            DIVIDES,
+            SHIFTS,
+            False,
+            VECTOR,
+        )
+        tl.store(to + first + each, sums, mask=each < left)
+        largest = tl.maximum(largest, tl.where(each < left, score_bits(sums / whole), 0))
+    tl.atomic_max(most, tl.max(largest).to(tl.int64), sem="relaxed")
 
 
 @kernel

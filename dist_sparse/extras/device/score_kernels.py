@@ -1,4 +1,4 @@
-"""Scores of blocks of weights, for Triton kernels: what a program computes of one tile.
+"""Sums and scores of blocks of weights, for Triton kernels: what a program computes of one tile.
 
 Scores equal the CPU's bit for bit. Squares of elements of up to 32 bits are exact in float64. Other
 products are rounded before they are added (no fused multiply-add). Sums are in the order of
@@ -234,7 +234,7 @@ def _wide_sums(
 
 
 @kernel
-def block_scores(
+def block_sums(
     job: tl.tensor,
     first: tl.tensor,
     left: tl.tensor,
@@ -250,8 +250,8 @@ def block_scores(
     SAMPLES: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> tl.tensor:
-    """Return the scores of ``left`` blocks, at most BLOCKS, from ``first`` on, as int32. Scores of
-    other blocks are any numbers."""
+    """Return the sums of ``left`` blocks, at most BLOCKS, from ``first`` on, float64. Sums of other
+    blocks are any numbers."""
     lane = tl.arange(0, BLOCKS * LANES)
     inside = lane // LANES < left
     known = tl.arange(0, BLOCKS) < left
@@ -317,8 +317,12 @@ def block_scores(
             DIVIDES,
             VECTOR,
         )
-    # The same for a power of two, without a division.
-    mean = sums * (1.0 / WIDTH) if WIDTH & (WIDTH - 1) == 0 else sums / WIDTH
+    return sums
+
+
+@kernel
+def score_bits(mean: tl.tensor) -> tl.tensor:
+    """Return the scores of blocks as int32, by the means of their elements."""
     bits = mean.to(tl.float32).to(tl.int32, bitcast=True)
     # Negative scores, and NaN with either sign, become a NaN that is counted as refused.
     return tl.where(bits < 0, 0x7FFFFFFF, bits)

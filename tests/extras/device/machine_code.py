@@ -58,8 +58,8 @@ class Counts(NamedTuple):
 
 
 def kernels_of_updates() -> dict[str, Compiled]:
-    """The kernels of mask updates: of 1x4 blocks, of rows, by each kind of totals, and of held or
-    listed scores."""
+    """The kernels of mask updates: of 1x4 blocks, of rows and their parts, by each kind of totals,
+    and of held or listed scores."""
     import triton.language as tl
 
     from dist_sparse.extras.device import kernels
@@ -106,6 +106,12 @@ def kernels_of_updates() -> dict[str, Compiled]:
         if constants["BUCKETS"]:
             arguments["counts"] = "*i32"
         found[name] = Compiled(kernels.sweep_kernel, arguments, constants)
+    for name, known in (("parts of rows", ""), ("parts of rows, sums", "sums")):
+        scoring = kernels.Scoring(torch.float32, 128, **by[known])
+        constants = {"FIELDS": len(kernels.Job._fields), "STEPS": 3, "VECTOR": 4}
+        constants |= {"BLOCKS": kernels.TILE // 16, "LANES": 16, **scoring.constants()}
+        arguments = {"jobs": "*i64", "count": "i32", "most": "*i64"}
+        found[name] = Compiled(kernels.sums_kernel, arguments, constants)
     for name, width, changed in (
         ("prune 1x4", 4, True),
         ("prune rows", 128, True),

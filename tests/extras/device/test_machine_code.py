@@ -49,6 +49,8 @@ CEILINGS: Final[dict[int, dict[str, Counts]]] = {
         "ties listed": Counts(56, 463, 2, 0, 0, 64),
         "pack held": Counts(72, 372, 0, 0, 0, 64),
         "pack listed": Counts(38, 220, 0, 0, 0, 64),
+        "parts of rows": Counts(68, 204, 0, 0, 0, 128),
+        "parts of rows, sums": Counts(72, 277, 0, 0, 0, 128),
         "prune 1x4": Counts(32, 138, 0, 0, 0, 64),
         "prune rows": Counts(32, 161, 0, 0, 0, 64),
         "prune rows of 100": Counts(45, 161, 0, 0, 0, 64),

@@ -14,6 +14,7 @@ __all__ = [
     "FIRST_STEP",
     "GROWS",
     "ORDINARY_STEP",
+    "SUMS_OF_PARTS",
     "UPDATE",
     "UPDATE_BY_TOTALS",
     "WAITS_OF_TWO_RANKS",
@@ -70,6 +71,10 @@ UPDATE_BY_TOTALS: Final = {
     "2x2": Ceiling(3, 190, 103_200, 8_300),
     "1x1": Ceiling(4, 54, 26_600, 9_460),
 }
+
+# To score tables whose whole rows are cut in two by columns, both shards in one rank: the sums of the
+# parts, which the owners of rows add up.
+SUMS_OF_PARTS: Final = Ceiling(1, 6, 3_400, 178)
 
 # Waits of an update of tables that are cut by rows over two ranks, over NCCL, however many tables:
 # one update, and one that is recorded.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from unittest import mock
 
 import pytest
@@ -25,6 +26,8 @@ RANKS = (0, 1)
 BY_ROWS = Layout((ROWS, COLS), (Rect(0, 0, 151, COLS), Rect(151, 0, 150, COLS)), RANKS)
 BY_COLUMNS = Layout((ROWS, COLS), (Rect(0, 0, ROWS, 10), Rect(0, 10, ROWS, 14)), RANKS)
 LAYOUTS = {"rows": BY_ROWS, "columns": BY_COLUMNS}
+# Widths of parts of rows that kernels sum.
+BY_WIDTHS = Layout((ROWS, COLS), (Rect(0, 0, ROWS, 8), Rect(0, 8, ROWS, 16)), RANKS)
 
 
 def whole(run: Run) -> list[torch.Tensor]:
@@ -38,19 +41,26 @@ def whole(run: Run) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_cut_tables_get_the_masks_of_whole_ones_over_nccl(name: str, cut: str) -> None:
     with nccl():
-        check_masks_of(name, cut)
+        check_masks_of(name, LAYOUTS[cut])
+
+
+@on_ranks(2, local_world_size=1)
+def test_kernels_sum_the_parts_of_rows_over_nccl() -> None:
+    with nccl(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*hundreds of torch operations")
+        check_masks_of("row", BY_WIDTHS)
 
 
 @on_ranks(2, local_world_size=2)
 @pytest.mark.parametrize("cut", LAYOUTS)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_cut_tables_get_the_masks_of_whole_ones_over_gloo(name: str, cut: str) -> None:
-    check_masks_of(name, cut)
+    check_masks_of(name, LAYOUTS[cut])
 
 
-def check_masks_of(name: str, cut: str) -> None:
+def check_masks_of(name: str, layout: Layout) -> None:
     """Two mask updates, and the masks once the tables are cut the other way."""
-    rank, layout = dist.get_rank(), LAYOUTS[cut]
+    rank = dist.get_rank()
     with on_device():
         expected = Run("cpu", BLOCKS[name], [one_rank(ROWS, COLS)] * 2)
         found = Run("cuda", BLOCKS[name], [layout] * 2, rank)
@@ -60,7 +70,7 @@ def check_masks_of(name: str, cut: str) -> None:
             assert all(map(torch.equal, whole(expected), whole(found)))
         for table, shard in zip(expected.weights(), found.weights(), strict=True):
             assert torch.equal(layout.shard(table, rank), shard)
-        other = BY_COLUMNS if cut == "rows" else BY_ROWS
+        other = BY_COLUMNS if layout is BY_ROWS else BY_ROWS
         shards = [other.shard(table, rank) for table in expected.weights()]
         found.model.store([other] * 2, shards)
         found.sparsifier.apply_masks()
