@@ -305,6 +305,20 @@ def test_no_module_reads_private_names_of_another() -> None:
     assert private_reads(CODE) == {}
 
 
+def test_a_type_has_a_name_of_its_own() -> None:
+    """Classes and aliases: whoever reads a name in two modules takes it for one thing."""
+    modules: dict[str, list[str]] = {}
+    for file in sources("dist_sparse"):
+        for node in ast.parse(file.read_text()).body:
+            name = getattr(node, "name", "")
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+            # Types are written like this; constants and functions are not.
+            if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name):
+                modules.setdefault(name, []).append(module_of(file))
+    assert {name: found for name, found in modules.items() if len(found) > 1} == {}
+
+
 def test_imports_have_no_circles() -> None:
     """Inside packages neither; imports for type checkers and by ``import_module()`` count."""
     found = circles(sources("dist_sparse"))
