@@ -274,14 +274,15 @@ class CompactIds(nn.Module):
             else:
                 others.append(place)
         tables = list(dict.fromkeys(self.feature_tables[place] for place in others))
+        of_tables = [indexes.get(table) for table in tables]
         joined = RowIndexes(
-            [indexes.get(table) for table in tables],
+            of_tables,
             [self.num_ids[table] for table in tables],
             [tables.index(self.feature_tables[place]) for place in others],
         ).to(device)
         # Wait for the copy: another stream may get the memory that is freed now.
         joined.words[-1:].tolist()
-        joined.share_with([indexes.get(table) for table in tables])
+        joined.share_with(of_tables)
         words = [index.words for index in self._index_list]
         state: list[object] = [device]
         for each in words:
