@@ -477,7 +477,10 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
     if found != form:
         raise ValueError(f"its format is {found!r}, not {form!r}")
     if number != version:
-        raise ValueError(f"version {number!r} is not {version}, the one that this release reads")
+        raise ValueError(
+            f"version {number!r} is not {version}, the one that this release reads: use the"
+            " release of dist_sparse that wrote it, or write it again"
+        )
     return entries
 
 

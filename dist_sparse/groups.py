@@ -1,9 +1,9 @@
 """All communication of the library: groups of ranks, their collectives, and agreement before
 anything changes.
 
-A :class:`Group` wraps one of the library's own process groups over given ranks, with a timeout.
-Without a process group it is a world of one, which runs the same code and sends nothing. Values are
-sent as JSON bytes in tensors, never as pickles. :func:`traffic` counts every collective, by thread.
+A :class:`RankGroup` wraps one of the library's own process groups over given ranks, with a timeout.
+A :class:`Group` is a world of one, which runs the same code and sends nothing. Values are sent as
+JSON bytes in tensors, never as pickles. :func:`traffic` counts every collective, by thread.
 """
 
 from __future__ import annotations

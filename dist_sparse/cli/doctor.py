@@ -106,7 +106,9 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as JSON-able values."""
-        return {"can_train": not self.broken, **asdict(self)}
+        # A script that runs every fix must not run those of what works.
+        findings = [asdict(each) | ({"fix": None} if each.ok else {}) for each in self.findings]
+        return {"can_train": not self.broken, "findings": findings, "device": self.device}
 
     def text(self, verbose: bool = False) -> str:
         """Return the verdict, the findings that are broken (all if ``verbose``), and the commands

@@ -171,7 +171,9 @@ def _serve_check(options: argparse.Namespace) -> int:
     from dist_sparse.serving.manifest import summary
 
     manifest = check_artifact(options.folder, *options.deltas).manifest
-    return print_result(options, json.loads(manifest.to_text()), f"{summary(manifest)}\nok")
+    # Deltas and served.metrics() name an artifact by its hash.
+    text = f"{summary(manifest)}\nartifact {manifest.hash[:12]}\nok"
+    return print_result(options, {"hash": manifest.hash, **json.loads(manifest.to_text())}, text)
 
 
 def _merge(options: argparse.Namespace) -> int:

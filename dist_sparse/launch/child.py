@@ -54,7 +54,7 @@ def torchrun(shown: str, words: list[str]) -> int:
         return 128 + error.sigval
     except ValueError as error:
         # An argument that only torch can check, such as the GPUs of `--nproc gpu`.
-        print(f"launch: {error}", file=sys.stderr)
+        print(f"launch: error: torchrun: {error} `--nproc gpu` needs a GPU here.", file=sys.stderr)
         return 2
     return 0
 

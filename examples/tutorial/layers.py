@@ -21,6 +21,8 @@ def save_layers(dlrm: nn.Module, file: Path) -> None:
             weights[f"{name}.{number}.weight"] = linear.weight.detach()
             weights[f"{name}.{number}.bias"] = linear.bias.detach()
     save_file(weights, file)
+    # safetensors lets only this user read it; a server may be another one.
+    file.chmod(0o644)
 
 
 class Layers:

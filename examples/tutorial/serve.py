@@ -42,6 +42,7 @@ from dist_sparse import load_served
 from tutorial.layers import Layers
 
 _POLL = 0.1  # seconds between two checks for a new version
+_RETRY = 2.0  # the same, after one was refused
 _WARM_UP = 64  # examples
 _COUNTERS = ("lookups_total", "removed_lookups_total", "unknown_lookups_total")
 
@@ -58,9 +59,10 @@ class Model:
         if not tables:
             raise SystemExit(f"{folder} holds no version: run publish.py first.")
         self._folder, self._lock = folder, threading.Lock()
-        self.tables = load_served(tables, count=True)
-        self.version = len(tables) - 1
-        self._layers = Layers(tables[-1].with_name("layers.safetensors"))
+        # Not all at once: if a delta is damaged, the versions before it are served.
+        self.tables = load_served(tables[0], count=True)
+        self.version = 0
+        self._layers = Layers(tables[0].with_name("layers.safetensors"))
 
     def warm_up(self) -> None:
         """Run everything once, without ids: nothing is counted."""
@@ -77,11 +79,14 @@ class Model:
         if given.dim() != 2 or given.shape[1] != self._layers.dense_features:
             raise ValueError(f"dense: must be lists of {self._layers.dense_features} numbers")
         for name in self.tables.features:
-            if len(ids[name]) != len(given):
+            if len(ids.get(name, ())) != len(given):
                 raise ValueError(f"ids of {name}: must be {len(given)} lists, one per example")
         bags = [bag for name in self.tables.features for bag in ids[name]]
-        values = torch.tensor([each for bag in bags for each in bag], dtype=torch.int64)
-        return given, values, torch.tensor([len(bag) for bag in bags])
+        values = torch.tensor([each for bag in bags for each in bag])
+        # As int64, 1.7 would be the id 1. A tensor of nothing is floating.
+        if len(values) and values.dtype != torch.int64:
+            raise ValueError("ids: must be integers")
+        return given, values.long(), torch.tensor([len(bag) for bag in bags])
 
     @torch.no_grad()
     def answer(self, dense: Tensor, values: Tensor, lengths: Tensor) -> dict[str, Any]:
@@ -113,15 +118,19 @@ class Counters:
 
     def __init__(self, workers: int, tables: Sequence[str]) -> None:
         self._names = [f'{name}{{table="{table}"}}' for name in _COUNTERS for table in tables]
-        columns = 2 + len(self._names)
+        columns = 3 + len(self._names)
         shared = mmap.mmap(-1, workers * columns * torch.int64.itemsize)
         self._numbers = torch.frombuffer(shared, dtype=torch.int64).view(workers, columns)
 
     def note(self, worker: int, model: Model) -> None:
-        """Note the counts of this worker."""
+        """Note the version and the counts of this worker."""
         metrics = model.tables.metrics()
         counts = [count for name in _COUNTERS for count in metrics[name].values()]
-        self._numbers[worker, 1:] = torch.tensor([model.version, *counts])
+        self._numbers[worker, 2:] = torch.tensor([model.version, *counts])
+
+    def note_refused(self, worker: int, is_refused: bool) -> None:
+        """Note whether this worker has refused the next version."""
+        self._numbers[worker, 1] = is_refused
 
     def note_memory(self, worker: int) -> None:
         """Note the memory of this worker. It takes long where tables are large, so not often."""
@@ -129,10 +138,11 @@ class Counters:
 
     def text(self) -> str:
         """Return the sums over all workers, and what each of them has."""
-        sums = self._numbers.sum(0).tolist()[2:]
+        sums = self._numbers.sum(0).tolist()[3:]
         lines = [f"{name} {number}" for name, number in zip(self._names, sums, strict=True)]
-        for worker, (own, version, *_) in enumerate(self._numbers.tolist()):
+        for worker, (own, refused, version, *_) in enumerate(self._numbers.tolist()):
             lines += [f'version{{worker="{worker}"}} {version}']
+            lines += [f'refused{{worker="{worker}"}} {refused}']
             lines += [f'own_memory_bytes{{worker="{worker}"}} {own}']
         return "".join(f"dist_sparse_{line}\n" for line in lines)
 
@@ -202,27 +212,29 @@ def work(worker: int, model: Model, counters: Counters, address: tuple[str, int]
     server = Server(address, partial(Requests, worker, model, counters))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     _say(f"worker {worker}: version {model.version}, {own_bytes() >> 20} MiB of its own memory")
-    follows = True
+    refused = ""
     while parent.is_alive():  # a parent that is killed can't end its workers
-        if follows:
-            follows = follow(worker, model, counters)
-        counters.note(worker, model)
-        time.sleep(_POLL)
-
-
-def follow(worker: int, model: Model, counters: Counters) -> bool:
-    """Apply the next version, if it is there. Return False if it is refused: the last one is served
-    until the process is started again."""
-    began = time.monotonic()
-    try:
-        if model.update():
+        began = time.monotonic()
+        is_new, reason = tried(model)
+        if is_new:
             ms = 1000 * (time.monotonic() - began)
             counters.note_memory(worker)
             _say(f"worker {worker}: version {model.version}, applied in {ms:.0f} ms")
+        if reason and reason != refused:
+            _say(f"worker {worker}: stays at version {model.version}: {reason}")
+        refused = reason
+        counters.note(worker, model)
+        counters.note_refused(worker, bool(refused))
+        time.sleep(_RETRY if refused else _POLL)
+
+
+def tried(model: Model) -> tuple[bool, str]:
+    """Apply the next version, if it is there. Return whether there was one, and why it is refused:
+    then the last one is served until a good one is in its place."""
+    try:
+        return model.update(), ""
     except (OSError, ValueError, SafetensorError) as error:
-        _say(f"worker {worker}: stays at version {model.version}: {error}")
-        return False
-    return True
+        return False, str(error)
 
 
 def _say(text: str) -> None:
@@ -239,10 +251,14 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000, help="0: any (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="(default: %(default)s)")
     options = parser.parse_args()
+    if options.workers < 1:
+        parser.error("--workers: must be at least 1")
 
     # One thread in each process: a fork copies no thread, and OpenMP would wait for its own.
     torch.set_num_threads(1)
     model = Model(options.folder)
+    while tried(model)[0]:
+        pass  # the deltas that are there already; a worker says which is refused
     counters = Counters(options.workers, list(model.tables.metrics()["lookups_total"]))
     _say(str(model.tables))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # ends the workers too

@@ -364,9 +364,11 @@ def test_serve_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert str(whole).endswith("; no row was removed") and "no row" not in str(exported)
     assert main(["serve-check", str(tmp_path / "served")]) == 0
     out = capsys.readouterr().out
-    assert out == "\n".join(str(exported).splitlines()[1:]) + "\nok\n"
+    name = exported.manifest.hash
+    assert out == "\n".join(str(exported).splitlines()[1:]) + f"\nartifact {name[:12]}\nok\n"
     assert main(["serve-check", str(tmp_path / "served"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(exported.manifest.to_text())
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"hash": name, **json.loads(exported.manifest.to_text())}
     with open(tmp_path / "served" / "tables.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
