@@ -83,7 +83,7 @@ class Finding:
         what: name of the check.
         ok: whether it is installed and works.
         says: a version, or the problem.
-        fix: the command that fixes the problem.
+        fix: the command that fixes the problem; "" if there is none.
     """
 
     what: str
@@ -106,9 +106,7 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as JSON-able values."""
-        # A script that runs every fix must not run those of what works.
-        findings = [asdict(each) | ({"fix": None} if each.ok else {}) for each in self.findings]
-        return {"can_train": not self.broken, "findings": findings, "device": self.device}
+        return {"can_train": not self.broken, **asdict(self)}
 
     def text(self, verbose: bool = False) -> str:
         """Return the verdict, the findings that are broken (all if ``verbose``), and the commands
@@ -231,7 +229,8 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _finding(what: str, fault: str | None, says: str, fix: str) -> Finding:
-    return Finding(what, fault is None, fault or says, fix)
+    # A script that runs every fix must not run those of what works.
+    return Finding(what, fault is None, fault or says, fix if fault else "")
 
 
 def _fault_of_fbgemm(gemms: list[str], cuda: bool) -> str | None:
