@@ -147,7 +147,16 @@ class StepFolders:
         """Return the newest committed step, if there is one.
 
         Warn of a newer folder without a marker, which may have been lost.
+
+        Raises:
+            ValueError: the folder is a checkpoint itself, of ``dcp.save()``.
         """
+        # None would mean that training begins from the start.
+        if self.files.exists(f"{self.root}/.metadata"):
+            raise ValueError(
+                f"{self.root} is a checkpoint that torch.distributed.checkpoint wrote without"
+                " Checkpoints: load it with dcp.load()."
+            )
         steps, folders = self.steps(), self._found()
         if steps[-1:] != folders[-1:]:
             warnings.warn(

@@ -283,10 +283,11 @@ class CompactIds(nn.Module):
         # Wait for the copy: another stream may get the memory that is freed now.
         joined.words[-1:].tolist()
         joined.share_with(of_tables)
-        words = [index.words for index in self._index_list]
+        words = []
         state: list[object] = [device]
-        for each in words:
-            state += id(each), each._version
+        for index in self._index_list:
+            words.append(index.words)
+            state += id(index.words), index.words._version
         return _Lookups(state, words, maps, mapped, others, joined)
 
     def _report(self, unknown: Mapping[str, str]) -> None:

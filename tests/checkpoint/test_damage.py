@@ -157,6 +157,14 @@ def test_a_newer_folder_without_a_marker_is_reported(job: Job, tmp_path: Path) -
     assert found is not None and found.step == 2
 
 
+def test_a_checkpoint_of_plain_dcp_is_not_taken_for_none(tmp_path: Path) -> None:
+    """None would mean that training begins from the start."""
+    dcp.save({"weight": torch.zeros(3)}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    job = Job(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"plain is a checkpoint that .* load it with dcp\.load"):
+        job.checkpoints.resume_latest(**job.parts)
+
+
 class Runs:
     """An object that runs a command when it is unpickled."""
 
