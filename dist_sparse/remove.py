@@ -94,9 +94,9 @@ def remove_untouched(
 
     Raises:
         ValueError: a table has no record, a record that does not fit, or one that may not cover its
-            training; no optimizer has stepped a table; the folder of ``record`` is missing or
-            damaged; ``record`` and ``optimizer`` are both given; ranks differ; on every rank, and
-            nothing has changed.
+            training; no step of an optimizer has reached a table; the folder of ``record`` is
+            missing or damaged; ``record`` and ``optimizer`` are both given; ranks differ; on every
+            rank, and nothing has changed.
 
     Example::
 
@@ -136,15 +136,10 @@ def remove_untouched(
     # Of any rank: one whose rows no batch has looked up may not have stepped its shard.
     idle = located.keys() - set(chain(*world.all_gather_json(stepped)))
     with world.agreeing("remove_untouched()"):
-        checks.refuse(
-            {
-                f"No row of {names_text(sorted(map(repr, idle)), 8)} has a gradient: the model was"
-                " not trained, or the optimizer's state was not loaded. Load it with the weights,"
-                f" or pass {ALL_LOOKUPS}, or leave such tables out with exclude=.": bool(idle)
-            }
-        )
+        remedy = _remedy(idle, counts)
+        # Without trust, the weights of these tables must show that they were not trained.
+        checks.refuse({remedy: trust_record and bool(idle)})
         if not trust_record:
-            remedy = IF_COVERED if counts is None else _IF_ALL_LOOKUPS
             refuse_trained(_unread(located, reads), remedy)
     removed._remove(reads)
     return removed
@@ -290,6 +285,26 @@ _IF_ALL_LOOKUPS = (
     "If these are the lookups of the whole training, pass trust_record=True: the rows are removed"
     " unchecked."
 )
+
+
+def _remedy(idle: Set[str], counts: Mapping[str, Tensor] | None) -> str:
+    """Return what to do where nothing shows that the record covers the training.
+
+    Args:
+        idle: the tables that no step of their optimizers has reached.
+        counts: the record, if it is not a state.
+    """
+    if counts is not None:
+        return _IF_ALL_LOOKUPS
+    if not idle:
+        return IF_COVERED
+    names = names_text(sorted(map(repr, idle)), 4)
+    return (
+        f"No row of {names} has a gradient: the model was not trained, or the optimizer's state was"
+        f" not loaded. Load it with the weights, or pass {ALL_LOOKUPS}, or leave such tables out"
+        " with exclude=."
+    )
+
 
 # The source of a record of counts.
 COUNTED = "lookup counts"
