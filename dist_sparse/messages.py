@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
 
@@ -21,11 +21,24 @@ def explain_errors(ranks: Sequence[int], action: str, errors: Sequence[str | Non
     # Two errors or more share the length of one message.
     room = _LONGEST_ERROR // min(len(by_text), 2)
     texts = [*by_text.items()]
-    shown = [f"{ranks_text(at)}: {cut(text, room)}" for text, at in texts[:MOST_SHOWN]]
+    # Once, and not cut: it says what to do.
+    ending = _common_ending(by_text)
+    shown = []
+    for text, at in texts[:MOST_SHOWN]:
+        shown.append(f"{ranks_text(at)}: {cut(text.removesuffix(ending), room)}")
     if len(texts) > MOST_SHOWN:
         others = chain.from_iterable(at for _, at in texts[MOST_SHOWN:])
         shown.append(f"{ranks_text(sorted(others))}: other errors")
-    return f"{action} was refused on every rank, nothing was changed. " + " | ".join(shown)
+    faults = " | ".join(shown)
+    return f"{action} was refused on every rank, nothing was changed. {faults}{ending}"
+
+
+def _common_ending(texts: Iterable[str]) -> str:
+    """Return the last sentences that all texts share, with the end of the sentence before them:
+    ``". Load it."``; of one text, all sentences but the first."""
+    backwards = os.path.commonprefix([text[::-1] for text in texts])  # noqa: RUF071  # of any texts
+    _, stop, sentences = backwards[::-1].partition(". ")
+    return stop + sentences
 
 
 def explain_actions(ranks: Sequence[int], actions: Sequence[str]) -> str:
@@ -87,6 +100,12 @@ def _difference(key: str, ours: Any, theirs: Any) -> tuple[str, str, str]:
 def cut(text: str, longest: int = _LONGEST_ERROR) -> str:
     """Return the beginning of ``text``."""
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def names_text(names: Sequence[str], most: int) -> str:
+    """Return the first names, and how many more there are: ``a, b and 24 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

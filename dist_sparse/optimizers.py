@@ -171,9 +171,10 @@ _MOMENTS: Mapping[type[Optimizer], tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LookupRecord:
-    """The rows of a shard that a gradient has reached, by the state of its optimizer.
+    """The rows of a shard that a gradient has reached, by the state of its optimizer, or those that
+    were looked up, by counts.
 
-    A row that was looked up only with gradients of 0 counts as untouched.
+    To an optimizer, a row that was looked up only with gradients of 0 is untouched.
 
     Args:
         rows: of the shard.
@@ -184,6 +185,7 @@ class LookupRecord:
         count_steps: returns how many steps the record covers; for a fused optimizer, lookups of its
             kernel. None if the optimizer does not count, like FBGEMM's EXACT_ADAGRAD.
         since: since when these steps have been counted, as text.
+        source: what the record is, as text.
     """
 
     rows: int
@@ -192,12 +194,19 @@ class LookupRecord:
     lookups_only: bool
     count_steps: Callable[[], int | None]
     since: str = ""
+    source: str = "the optimizer's state"
 
     def text(self) -> str:
         """Return what the record is, and what it covers: ``the optimizer's state, 3 steps``."""
         steps = self.count_steps()
         covers = "" if steps is None else f", {number_of(steps, 'step')}{self.since}"
-        return f"the optimizer's state{covers}"
+        return f"{self.source}{covers}"
+
+    def has_stepped(self) -> bool:
+        """Return whether the record covers any step; where none are counted, whether it has any
+        row."""
+        steps = self.count_steps()
+        return bool(self.touched().any() if steps is None else steps)
 
     def touched(self) -> Tensor:
         """Return which rows a gradient has reached: bool ``(rows,)``, on the device of the
@@ -214,6 +223,9 @@ class LookupRecord:
         assert self.is_sum
         return self.states[0].reshape(self.rows, -1).amax(1)
 
+
+# Why nothing is known of a table that another optimizer steps, or none.
+NOT_STEPPED = "no optimizer that was given steps it"
 
 # For a shard or a table: a record, or the reason why it is unknown which rows were touched.
 Known = LookupRecord | str
@@ -264,7 +276,7 @@ def records_of(data: ShardedData, by_address: Mapping[int, Known]) -> list[Looku
     unknown."""
     of_shards = []
     for shard in data.shards:
-        known = by_address.get(shard.tensor.data_ptr(), "no optimizer steps it")
+        known = by_address.get(shard.tensor.data_ptr(), NOT_STEPPED)
         if isinstance(known, str):
             return known
         of_shards.append(known)
@@ -326,7 +338,7 @@ def _joined(of_each: Sequence[Known]) -> Known:
     """Return the record of a weight that several optimizers list. One without a record does not
     count: it may never step the weight."""
     if not of_each:
-        return "no optimizer that was given steps it"
+        return NOT_STEPPED
     known = [record for record in of_each if isinstance(record, LookupRecord)]
     # None for those that do not count.
     stepped = [record for record in known if record.count_steps() != 0]

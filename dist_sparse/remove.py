@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,17 @@ from dist_sparse.compaction.moving import kept_rows, on_all_ranks
 from dist_sparse.groups import Facts, world_group
 from dist_sparse.ids.counts import LookupCounts, bytes_of
 from dist_sparse.ids.share import Share, share_of
-from dist_sparse.optimizers import Optimizers, read_rows, records
+from dist_sparse.messages import names_text
+from dist_sparse.optimizers import (
+    NOT_STEPPED,
+    LookupRecord,
+    Optimizers,
+    read_rows,
+    records,
+)
 from dist_sparse.sparsifiers.pieces import shared_tensors
 from dist_sparse.sparsifiers.score import ScoreSparsifier
-from dist_sparse.tables.initial import Unread, refuse_trained
+from dist_sparse.tables.initial import ALL_LOOKUPS, IF_COVERED, Unread, refuse_trained
 from dist_sparse.tables.shards import ROW, Block, Located, Rect, ShardedData
 from dist_sparse.text import count, number_of, printable, table_lines, wrapped
 
@@ -86,8 +94,9 @@ def remove_untouched(
 
     Raises:
         ValueError: a table has no record, a record that does not fit, or one that may not cover its
-            training; the folder of ``record`` is missing or damaged; ``record`` and ``optimizer``
-            are both given; ranks differ; on every rank, and nothing has changed.
+            training; no step of an optimizer has reached a table; the folder of ``record`` is
+            missing or damaged; ``record`` and ``optimizer`` are both given; ranks differ; on every
+            rank, and nothing has changed.
 
     Example::
 
@@ -113,32 +122,25 @@ def remove_untouched(
     """
     world = world_group()
     with world.agreeing("remove_untouched()") as facts:
-        facts["record is given"] = record is not None
         facts["trust_record"] = checks.flag("trust_record", trust_record)
-        if record is not None:
-            if optimizer is not None:
-                raise ValueError(
-                    "Invalid optimizer: the lookups of record= tell which rows were read, and the"
-                    " optimizer's state would be ignored. Pass one of both."
-                )
-            counts = _counts_of(record)
-            facts["rows read by the record"] = {
-                str(name): _fingerprint(rows) for name, rows in counts.items()
-            }
+        counts = noted_counts(facts, record, optimizer)
 
     removed = RemovedRows()
     removed.add_model(model, include=include, exclude=exclude)
     # Over the world: if the model is not wrapped, each rank has its own tables.
     with world.agreeing("remove_untouched()"):
         located = removed.masks.tables.locate()
-        if record is None:
-            reads = _reads_of_optimizers(model, located, optimizer)
-        else:
-            reads = {
-                name: _reads_of_counts(data, counts, located) for name, data in located.items()
-            }
+        found = known_rows(model, [*located.values()], optimizer, counts)
+        reads = _reads(located, found)
+        stepped = _stepped(located, found, counts)
+    # Of any rank: one whose rows no batch has looked up may not have stepped its shard.
+    idle = located.keys() - set(chain(*world.all_gather_json(stepped)))
+    with world.agreeing("remove_untouched()"):
+        remedy = _remedy(idle, counts)
+        # Without trust, the weights of these tables must show that they were not trained.
+        checks.refuse({remedy: trust_record and bool(idle)})
         if not trust_record:
-            refuse_trained(_unread(located, reads))
+            refuse_trained(_unread(located, reads), remedy)
     removed._remove(reads)
     return removed
 
@@ -278,24 +280,114 @@ class ReadRows(NamedTuple):
     by_shard: dict[Rect, Tensor]
 
 
-def _reads_of_optimizers(
-    model: nn.Module, located: Located, optimizer: Optimizers | None
-) -> dict[str, ReadRows]:
-    """Return which rows of this rank's shards the optimizers have updated, by table."""
-    found = records(model, list(located.values()), optimizer)
+# What to do where nothing shows that counts cover the training.
+_IF_ALL_LOOKUPS = (
+    "If these are the lookups of the whole training, pass trust_record=True: the rows are removed"
+    " unchecked."
+)
+
+
+def _remedy(idle: Set[str], counts: Mapping[str, Tensor] | None) -> str:
+    """Return what to do where nothing shows that the record covers the training.
+
+    Args:
+        idle: the tables that no step of their optimizers has reached.
+        counts: the record, if it is not a state.
+    """
+    if counts is not None:
+        return _IF_ALL_LOOKUPS
+    if not idle:
+        return IF_COVERED
+    names = names_text(sorted(map(repr, idle)), 4)
+    return (
+        f"No row of {names} has a gradient: the model was not trained, or the optimizer's state was"
+        f" not loaded. Load it with the weights, or pass {ALL_LOOKUPS}, or leave such tables out"
+        " with exclude=."
+    )
+
+
+# The source of a record of counts.
+COUNTED = "lookup counts"
+
+
+def noted_counts(
+    facts: Facts, record: Record | None, optimizer: Optimizers | None
+) -> Mapping[str, Tensor] | None:
+    """Return the lookups of a record, perhaps from a folder; None without one. All ranks must have
+    the same: add that to what they agree on.
+
+    Raises:
+        ValueError: the record is invalid, or given together with an optimizer.
+    """
+    facts["record is given"] = record is not None
+    if record is None:
+        return None
+    if optimizer is not None:
+        raise ValueError(
+            "Invalid optimizer: the lookups of record= tell which rows were read, and the"
+            " optimizer's state would be ignored. Pass one of both."
+        )
+    counts = _counts_of(record)
+    facts["rows read by the record"] = {
+        str(name): _fingerprint(rows) for name, rows in counts.items()
+    }
+    return counts
+
+
+def known_rows(
+    model: nn.Module,
+    located: Sequence[ShardedData],
+    optimizer: Optimizers | None,
+    counts: Mapping[str, Tensor] | None,
+) -> dict[str, list[LookupRecord] | str]:
+    """Return for each table a record of each of this rank's shards, or the reason why it is
+    unknown which rows were read. Local.
+
+    Args:
+        model: holds the tables, and the optimizers of fused ones.
+        located: the tables.
+        optimizer: what steps the other tables.
+        counts: tell instead, if they are given.
+
+    Raises:
+        ValueError: the counts do not fit a table, or something in ``optimizer`` is no optimizer.
+    """
+    if counts is None:
+        return records(model, located, optimizer)
+    names = {data.name for data in located}
+    return {data.name: _records_of_counts(data, counts, names) for data in located}
+
+
+def _reads(located: Located, found: Mapping[str, list[LookupRecord] | str]) -> dict[str, ReadRows]:
+    """Return which rows of this rank's shards were read, by table."""
     reads = {}
     for name, data in located.items():
         known = found[name]
         if isinstance(known, str):
+            steps_it = "the optimizer that steps it, or " if known == NOT_STEPPED else ""
             raise ValueError(
-                f"Table {name!r} has no record of what was read: {known}. Pass the optimizer that"
-                " steps it, or the lookups of all training data:"
-                " record=dist_sparse.count_lookups(batches, model), or leave the table out with"
-                " exclude=."
+                f"Table {name!r} has no record of what was read: {known}. Pass {steps_it}"
+                f"{ALL_LOOKUPS}, or leave the table out with exclude=."
             )
         source = known[0].text() if known else ""
         reads[name] = ReadRows(source, read_rows(data, known))
     return reads
+
+
+def _stepped(
+    located: Located,
+    found: Mapping[str, Any],
+    counts: Mapping[str, Tensor] | None,
+) -> list[str]:
+    """Return the tables that a step of this rank has reached, and those that need none: counts may
+    have no lookup of a table."""
+    return [
+        name
+        for name, data in located.items()
+        if counts is not None
+        or not data.shape[0]
+        or any(map(LookupRecord.has_stepped, found[name]))
+    ]
 
 
 def _counts_of(record: Record) -> Mapping[str, Tensor]:
@@ -323,31 +415,42 @@ def _fingerprint(counts: Tensor) -> list[int]:
     return [len(read), int(read.count_nonzero()), zlib.crc32(bytes_of(read))]
 
 
-def _reads_of_counts(data: ShardedData, record: Mapping[str, Tensor], located: Located) -> ReadRows:
-    """Return which rows of this rank's shards have lookups."""
+def _records_of_counts(
+    data: ShardedData, counts: Mapping[str, Tensor], tables: Set[str]
+) -> list[LookupRecord]:
+    """Return which rows of each of this rank's shards have lookups."""
     names = [*data.features]
-    if data.name in record:
+    if data.name in counts:
         # The name may be the name of one of its features: the others count too.
-        others = [name for name in names if name in record and name not in located]
+        others = [name for name in names if name in counts and name not in tables]
         names = [data.name, *others]
-    if not names or not record.keys() >= set(names):
+    if not names or not counts.keys() >= set(names):
         raise ValueError(
-            f"The record has no lookups of table {data.name!r}: it has {sorted(record)}. Leave the"
+            f"The record has no lookups of table {data.name!r}: it has {sorted(counts)}. Leave the"
             " table out with exclude=, or count its lookups."
         )
     read = torch.zeros(data.shape[0], dtype=torch.bool)
     for name in names:
-        if len(record[name]) != data.shape[0]:
+        if len(counts[name]) != data.shape[0]:
             raise ValueError(
-                f"The record of {name!r} has {len(record[name])} rows, and table {data.name!r} has"
+                f"The record of {name!r} has {len(counts[name])} rows, and table {data.name!r} has"
                 f" {data.shape[0]}."
             )
-        read |= record[name].cpu() != 0
-    by_shard = {}
+        read |= counts[name].cpu() != 0
+    of_shards = []
     for shard in data.shards:
         flags = read[shard.rect.row : shard.rect.row_end].to(shard.tensor.device)
-        by_shard[shard.rect] = data.with_padding(shard, flags)
-    return ReadRows("lookup counts", by_shard)
+        of_shards.append(
+            LookupRecord(
+                rows=len(flags),
+                states=(flags,),
+                is_sum=False,
+                lookups_only=True,
+                count_steps=lambda: None,
+                source=COUNTED,
+            )
+        )
+    return of_shards
 
 
 def _unread(located: Located, read: Mapping[str, ReadRows]) -> Iterator[Unread]:

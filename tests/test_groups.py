@@ -123,6 +123,19 @@ def test_512_different_mistakes_are_cut() -> None:
     )
 
 
+def test_what_to_do_is_said_once_and_whole() -> None:
+    """Where the errors of ranks end alike; a sentence of one rank stays with it."""
+    remedy = "Load the state. Or pass the lookups of all training data."
+    errors = [f"ValueError: {'x' * 600} {rank}. {remedy}" for rank in WORLD]
+    message = explain_errors(WORLD, "step()", errors)
+    assert message.endswith(f"ranks 3-511: other errors. {remedy}")
+    assert message.count(remedy) == 1 and message.count("xxx...") == 3
+    other = explain_errors([0, 1], "step()", [f"ValueError: a. {remedy}", "OSError: no file"])
+    assert other.endswith(f"rank 0: ValueError: a. {remedy} | rank 1: OSError: no file")
+    alone = explain_errors([0, 1], "step()", [f"ValueError: a. {remedy}", None])
+    assert alone.endswith(f"rank 0: ValueError: a. {remedy}")
+
+
 def test_other_actions_are_grouped() -> None:
     actions = ["audit()" if rank in (3, 5, 6) else "step()" for rank in WORLD]
     assert "ranks 3, 5-6 at 'audit()' while rank 0 is at 'step()'" in explain_actions(

@@ -105,9 +105,10 @@ def test_weights_without_their_optimizer_state_are_refused() -> None:
     before = weight(model).clone()
     answer = plan(model, "5%", optimizer=optimizer)
     assert not answer.untouched and "lossless" not in str(answer)
-    assert "Unknown of user: the optimizer's state does not cover its training" in str(answer)
+    assert "Unknown of user: the record does not cover its training" in str(answer)
     with pytest.raises(
-        ValueError, match=r"table 'user' \([\d,]+ of the 4,9\d\d rows hold values .* 3 steps"
+        ValueError,
+        match=r"table 'user' \([\d,]+ of the 4,9\d\d rows that the record calls unread hold values .* 3 steps",
     ):
         remove_untouched(model, optimizer)
     assert torch.equal(weight(model), before)

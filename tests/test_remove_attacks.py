@@ -78,13 +78,21 @@ class TestWeightsWithoutTheirRecord:
     def test_one_row_of_one_number(self) -> None:
         model = bags(1024, 16)
         weight(model)[500] = 2.0**-7
-        is_refused(model, lost(model, torch.arange(20)), "1 of the 1,0.. rows hold values")
+        is_refused(
+            model,
+            lost(model, torch.arange(20)),
+            "1 of the 1,0.. rows that the record calls unread hold values",
+        )
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_rows_that_diverged(self, value: float) -> None:
         model = bags(1000, 16)
         weight(model)[500:, 3] = value
-        is_refused(model, lost(model, torch.arange(20)), "500 of the 98. rows hold values")
+        is_refused(
+            model,
+            lost(model, torch.arange(20)),
+            "500 of the 98. rows that the record calls unread hold values",
+        )
 
     @pytest.mark.parametrize("factor", [0.5, 0.25, 0.9, 1.1, -1.0])
     @pytest.mark.parametrize("rows", [1000, 1024])
@@ -256,7 +264,9 @@ def test_padding_alone_is_no_record() -> None:
     model = nn.Embedding(50, 8, padding_idx=3)
     nn.init.ones_(model.weight)
     optimizer = adam(model.parameters())
-    assert remove_untouched(model, optimizer, trust_record=True).removed == {"weight": 0}
+    with pytest.raises(ValueError, match=r"^No row of 'weight' has a gradient: .* Load it with"):
+        remove_untouched(model, optimizer, trust_record=True)
+    assert (model.weight == 1).all()
     assert "no row has a gradient" in plan(model, "90%", optimizer=optimizer).unknown["weight"]
 
 
@@ -488,3 +498,52 @@ def test_more_rows_than_float32_can_count() -> None:
     optimizer.step()
     assert remove_untouched(model, optimizer).removed == {"user": rows - 5}
     assert rows_left(model.embedding_bags["user"]) == read.tolist()
+
+
+class TestWhatARefusalAdvises:
+    def test_the_optimizer_only_where_none_steps_the_table(self) -> None:
+        model = nn.EmbeddingBag(50, 8)
+        with pytest.raises(ValueError, match="Pass the optimizer that steps it, or the lookups of"):
+            remove_untouched(model)
+        other = torch.optim.Adam(nn.EmbeddingBag(50, 8).parameters())
+        with pytest.raises(ValueError, match="Pass the optimizer that steps it, or the lookups of"):
+            remove_untouched(model, other)
+        with pytest.raises(
+            ValueError, match=r"SGD keeps .* tells\. Pass the lookups of"
+        ) as refused:
+            remove_untouched(model, torch.optim.SGD(model.parameters()))
+        assert "optimizer that steps it" not in str(refused.value)
+
+    def test_trust_where_counts_were_given(self) -> None:
+        model = nn.ModuleDict({"user": nn.Embedding(50, 8), "item": nn.Embedding(50, 8)})
+        record = {name: torch.arange(50) % 2 for name in model}
+        with pytest.raises(
+            ValueError, match=r"'user' \(its initial .* lookup counts\), 'item'\."
+        ) as told:
+            remove_untouched(model, record=record)
+        assert str(told.value).endswith(
+            " If these are the lookups of the whole training, pass trust_record=True: the rows are"
+            " removed unchecked."
+        )
+        assert " record=" not in str(told.value)
+        removed = remove_untouched(model, record=record, trust_record=True)
+        assert removed.removed == {"user": 25, "item": 25}
+
+    @pytest.mark.parametrize("trust", [False, True])
+    def test_weights_without_their_state(self, trust: bool) -> None:
+        """No step is covered: that is no success with 0 rows."""
+        model = nn.EmbeddingBag(4000, 8)
+        before = model.weight.detach().clone()
+        with pytest.raises(ValueError, match=r"No row of 'weight' has a gradient: .* Load it with"):
+            remove_untouched(model, adam(model.parameters()), trust_record=trust)
+        assert torch.equal(model.weight, before)
+
+    def test_one_of_two_states_is_missing(self) -> None:
+        model = nn.ModuleDict({"user": nn.EmbeddingBag(50, 8), "item": nn.EmbeddingBag(50, 8)})
+        optimizer = adam(model.parameters())
+        model["user"](torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match="No row of 'item' has a gradient"):
+            remove_untouched(model, optimizer, trust_record=True)
+        removed = remove_untouched(model, optimizer, exclude="item", trust_record=True)
+        assert removed.removed == {"user": 48}

@@ -24,7 +24,8 @@ from torch import nn
 from dist_sparse import checks
 from dist_sparse.groups import world_group
 from dist_sparse.ids.share import Share
-from dist_sparse.optimizers import Optimizers
+from dist_sparse.messages import names_text
+from dist_sparse.optimizers import NOT_STEPPED, Optimizers
 from dist_sparse.planning.candidates import (
     BY_COLUMN,
     CODED,
@@ -35,7 +36,8 @@ from dist_sparse.planning.candidates import (
     TableShape,
     shape_of,
 )
-from dist_sparse.planning.reads import RowsByReads, rows_by_reads, unread_share
+from dist_sparse.planning.reads import WITHOUT_STATE, RowsByReads, rows_by_reads, unread_share
+from dist_sparse.remove import Record, noted_counts
 from dist_sparse.tables.bases import TableGroups, rotation_groups
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import FUSED, ShardedData
@@ -56,7 +58,7 @@ class Plan:
         budget: bytes.
         tables: names, shapes and dtypes of the tables, in the order of the model.
         untouched: number of rows that training has never touched, by table, where the state of
-            optimizers tells.
+            optimizers or a record of lookups tells.
         hardly_read: number of other rows whose sum of squared gradients is below a tenth of the
             mean of its table's touched rows, by table, where Adagrad has summed these. If columns
             or column shards have separate sums, the largest sum in a row counts, so the number
@@ -72,6 +74,8 @@ class Plan:
             tables fit as they are.
         why: reason for the recommendation.
         stepped: the tables that an optimizer outside of the model steps: printed code passes it.
+        counted: whether ``record=`` told which rows were read: printed code passes it as
+            ``counts``.
         all_tables: whether the model has no other tables.
     """
 
@@ -87,6 +91,7 @@ class Plan:
     recommended: tuple[Choice, ...]
     why: str
     stepped: tuple[str, ...]
+    counted: bool
     all_tables: bool
 
     @property
@@ -151,7 +156,7 @@ class Plan:
     def _reads_lines(self) -> list[str]:
         """Return how many rows of each table were never or hardly read, where that is known."""
         lines, examples = [], ""
-        text = "Rows never read: unknown; the optimizer of a trained model would tell."
+        text = f"Rows never read: unknown. {self._advice()}"
         if self.untouched:
             columns: dict[str, Mapping[str, Any]] = {
                 "never read": self.untouched,
@@ -184,6 +189,18 @@ class Plan:
             lines += [*textwrap.wrap(f"Unknown of {names}: {reason}.", 79), ""]
         return lines
 
+    def _advice(self) -> str:
+        """Return what would tell which rows were read, where no table is in ``untouched``."""
+        if not self.unknown:
+            # Of shapes of tables.
+            return "A trained model would tell, with its optimizer's state."
+        reasons = tuple(self.unknown.values())
+        counting = "pass record=ds.count_lookups(batches, model), with all training data."
+        if self.counted or not any(reason.startswith(WITHOUT_STATE) for reason in reasons):
+            return counting.capitalize()
+        passed = " and pass optimizer=" if NOT_STEPPED in reasons else ""
+        return f"Load the optimizer's state with the weights{passed}, or {counting}"
+
     def _by_text(self, texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield each text once, after the names of the tables that it is about."""
         by_text: dict[str, list[str]] = defaultdict(list)
@@ -191,8 +208,7 @@ class Plan:
             if table.name in texts:
                 by_text[texts[table.name]].append(printable(table.name))
         for text, names in by_text.items():
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            yield f"{', '.join(names[:_MOST_NAMES])}{more}", text
+            yield names_text(names, _MOST_NAMES), text
 
     def _code_lines(self, candidate: Candidate) -> list[str]:
         """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``,
@@ -235,7 +251,9 @@ class Plan:
     def _removal_lines(self, levels: Mapping[str, float]) -> list[str]:
         """Return the code that removes the rows never read of some tables."""
         lines, arguments = [], ["model"]
-        if levels.keys() & set(self.stepped):
+        if self.counted:
+            arguments.append("record=counts")
+        elif levels.keys() & set(self.stepped):
             arguments.append("optimizer")
         losing = {name for name, rows in self.untouched.items() if rows}
         if not self.all_tables or self.unknown or losing - levels.keys():
@@ -253,6 +271,7 @@ def plan(
     *,
     rotate: TableGroups | None = None,
     optimizer: Optimizers | None = None,
+    record: Record | None = None,
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
     batches: Iterable[Any] | None = None,
@@ -278,6 +297,9 @@ def plan(
         optimizer: the optimizer that steps tables that are not fused, or a sequence of several. If
             tables are stepped by Adagrad, Adam, AdamW or RMSprop, the rows that training has never
             touched are known, unless weight decay or a loss term writes whole tables.
+        record: instead of optimizer state, lookups of each row by table, such as what
+            :func:`~dist_sparse.count_lookups` returns, or the folder that it was saved to; as in
+            :func:`~dist_sparse.remove_untouched`.
         include: globs over table names and fully qualified names; None is every table.
         exclude: globs of tables to leave out, which are not counted.
         batches: lookups that the model must answer, such as its test data, as in
@@ -305,14 +327,15 @@ def plan(
     world = world_group()
     with world.agreeing("plan()") as facts:
         limit = checks.parse_budget(budget)
+        counts = noted_counts(facts, record, optimizer)
         located: list[ShardedData] = []
         if isinstance(model, nn.Module):
             located = ModelTables(model, include=include, exclude=exclude).locate()
             tables = tuple(map(shape_of, located))
             stepped = tuple(data.name for data in located if data.kernel not in FUSED)
-        elif any(given is not None for given in (include, exclude, optimizer, batches)):
+        elif any(given is not None for given in (include, exclude, optimizer, record, batches)):
             raise ValueError(
-                "Invalid include, exclude, optimizer or batches: "
+                "Invalid include, exclude, optimizer, record or batches: "
                 "they are for models, not for shapes of tables."
             )
         else:
@@ -330,7 +353,7 @@ def plan(
     # Outside of the block above: counting rows communicates.
     if isinstance(model, nn.Module):
         with world.jointly("plan()"):
-            reads = rows_by_reads(model, located, optimizer)
+            reads = rows_by_reads(model, located, optimizer, counts)
             if batches is not None:
                 share = unread_share(located, reads, batches)
     room = budget_bytes(limit, dense_bytes(tables))
@@ -350,6 +373,7 @@ def plan(
         recommended=recommended,
         why=why,
         stepped=stepped,
+        counted=counts is not None,
         all_tables=include is None and exclude is None,
     )
 

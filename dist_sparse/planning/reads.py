@@ -1,6 +1,6 @@
-"""Rows that training has never or hardly read, as the state of optimizers tells:
-:func:`rows_by_reads`. Removing rows that were never read changes no prediction on training ids;
-:func:`unread_share` tells what share of other lookups would then read zeros.
+"""Rows that training has never or hardly read, as the state of optimizers or counts of lookups
+tell: :func:`rows_by_reads`. Removing rows that were never read changes no prediction on training
+ids; :func:`unread_share` tells what share of other lookups would then read zeros.
 """
 
 from collections import defaultdict
@@ -15,11 +15,16 @@ from torch import Tensor, nn
 from dist_sparse.compaction.moving import gather_rows, on_all_ranks
 from dist_sparse.groups import world_group
 from dist_sparse.ids.share import Share, share_of
-from dist_sparse.optimizers import LookupRecord, read_rows, records
+from dist_sparse.optimizers import NOT_STEPPED, LookupRecord, read_rows
+from dist_sparse.remove import COUNTED, known_rows
 from dist_sparse.tables.initial import Unread, doubt_about, trained_text
 from dist_sparse.tables.shards import Rect, ShardedData
 
 _NO_GRADIENT = "no row has a gradient: it was not trained, or the optimizer's state was not loaded"
+_NOT_COVERED = "the record does not cover its training"
+# Reasons that the optimizer's state would remove.
+WITHOUT_STATE = (NOT_STEPPED, _NO_GRADIENT, _NOT_COVERED)
+_NO_LOOKUP = {COUNTED: "the record has no lookup of it"}
 _ALL_GRADIENTS = (
     "every row has a gradient: all were looked up, or a loss term reads the whole table, such as an"
     " L2 of its weight"
@@ -28,7 +33,8 @@ _ALL_GRADIENTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RowsByReads:
-    """Numbers of rows that no gradient, or hardly any, has reached, by table.
+    """Numbers of rows that no gradient, or hardly any, has reached, by table. Of counts of lookups:
+    rows without a lookup.
 
     Args:
         never: numbers of rows that no gradient has reached.
@@ -37,7 +43,7 @@ class RowsByReads:
         records: what tells of the tables in ``never``, and which steps that covers, as text.
         doubts: why nothing shows that the record covers the training, for tables in ``never`` with
             rows that it has not seen.
-        read: which rows gradients have reached, bool ``(rows,)``, of the tables in ``never`` that
+        read: which rows were read, bool ``(rows,)``, of the tables in ``never`` that
             this rank holds.
     """
 
@@ -56,22 +62,27 @@ _Local = str | tuple[bool, bool, float, int, str] | None
 
 
 def rows_by_reads(
-    model: nn.Module, located: Sequence[ShardedData], optimizer: Any = None
+    model: nn.Module,
+    located: Sequence[ShardedData],
+    optimizer: Any = None,
+    counts: Mapping[str, Tensor] | None = None,
 ) -> RowsByReads:
     """Return how many rows no gradient, or hardly any, has reached, by table, as the state of
-    optimizers tells (:func:`~dist_sparse.optimizers.records`). Collective over the world.
+    optimizers tells, or how many have no lookup (:func:`~dist_sparse.remove.known_rows`).
+    Collective over the world.
 
     Args:
         model: holds the tables, and the optimizers of fused ones.
         located: the tables.
         optimizer: the optimizer that steps the other tables, or a sequence of several.
+        counts: lookups of rows, the same on all ranks; they tell instead of optimizers.
 
     Raises:
-        ValueError: something in ``optimizer`` is not an optimizer.
+        ValueError: something in ``optimizer`` is not an optimizer, or the counts do not fit.
     """
     world = world_group()
     with world.agreeing("plan()"):
-        found = records(model, located, optimizer)
+        found = known_rows(model, located, optimizer, counts)
         totals = [_local_reads(data, found[data.name]) for data in located]
     # A table is known only if each rank knows all its shards.
     by_table = dict(zip(found, zip(*world.all_gather_json(totals), strict=True), strict=True))
@@ -132,10 +143,7 @@ def _local_reads(data: ShardedData, known: list[LookupRecord] | str) -> _Local:
         unread = Unread(data, shard.tensor, ~read[shard.rect], record.text())
         # This happens after weights were loaded without their optimizer state.
         if reason := trained_text(unread):
-            return (
-                f"the optimizer's state does not cover its training: {reason} (the record:"
-                f" {unread.record})"
-            )
+            return f"{_NOT_COVERED}: {reason} (the record: {unread.record})"
     is_sum = all(record.is_sum for record in known)
     total, touched = 0.0, 0
     for record in known if is_sum else ():
@@ -180,7 +188,7 @@ def _count_rows(
         # An L2 has no gradient for a row of zeros, such as the row of a padding_idx.
         unread = ~rows & nonzero.get(name, ~rows)
         if not rows.any():
-            result.unknown[name] = _NO_GRADIENT
+            result.unknown[name] = _NO_LOOKUP.get(of_record[name], _NO_GRADIENT)
         elif name in nonzero and not unread.any():
             result.unknown[name] = _ALL_GRADIENTS
         else:

@@ -17,9 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dist_sparse.messages import names_text
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["Unread", "doubt_about", "refuse_trained", "trained_rows", "trained_text"]
+__all__ = [
+    "ALL_LOOKUPS",
+    "IF_COVERED",
+    "Unread",
+    "doubt_about",
+    "refuse_trained",
+    "trained_rows",
+    "trained_text",
+]
 
 # Elements looked at together: 15 MB of temporaries, which a cache holds in part.
 _CHUNK = 1 << 18
@@ -62,12 +71,25 @@ class Unread(NamedTuple):
     record: str
 
 
-def refuse_trained(shards: Iterable[Unread]) -> None:
+ALL_LOOKUPS = "the lookups of all training data: record=dist_sparse.count_lookups(batches, model)"
+
+IF_COVERED = (
+    "If it does, pass trust_record=True: the rows are removed unchecked. If weights were loaded"
+    f" without their optimizer state, load that too, or pass {ALL_LOOKUPS}."
+)
+
+
+def refuse_trained(shards: Iterable[Unread], remedy: str = IF_COVERED) -> None:
     """Refuse to call rows "never read" if they may have been trained before the record began.
     Local.
 
+    Args:
+        shards: the rows that no record has seen.
+        remedy: what the user may do, in sentences.
+
     Raises:
-        ValueError: names the tables, and what would make it sure.
+        ValueError: names the tables, and says why for the first: the messages of several ranks are
+            joined, and a long one would be cut.
     """
     reasons = {}
     for unread in shards:
@@ -77,12 +99,9 @@ def refuse_trained(shards: Iterable[Unread]) -> None:
             if reason:
                 reasons[name] = f"table {name!r} ({reason}; the record: {unread.record})"
     if reasons:
-        raise ValueError(
-            f"Nothing shows that the record covers the training of {', '.join(reasons.values())}."
-            " If it does, pass trust_record=True: the rows are removed unchecked. If weights were"
-            " loaded without their optimizer state, load that too, or pass the lookups of all"
-            " training data: record=dist_sparse.count_lookups(batches, model)."
-        )
+        first, *others = reasons
+        names = names_text([reasons[first], *map(repr, others)], 4)
+        raise ValueError(f"Nothing shows that the record covers the training of {names}. {remedy}")
 
 
 def doubt_about(data: ShardedData) -> str | None:
@@ -132,10 +151,13 @@ def trained_text(unread: Unread) -> str | None:
         return f"{columns} columns of numbers that CUDA has drawn are too few to prove it"
     if not number:
         return None
+    # The ranks of a table count the rows of their own shards.
+    where = "on this rank, " if len(unread.data.holders) > 1 else ""
+    unread_rows = int(unread.flags.count_nonzero())
     return (
-        f"{number:,} of the {int(unread.flags.count_nonzero()):,} rows hold values that"
-        f" its initializer, uniform in [{low:g}, {high:g}), does not draw: they were trained, or"
-        " initialized in another way"
+        f"{where}{number:,} of the {unread_rows:,} rows that the record calls unread hold values"
+        f" that its initializer, uniform in [{low:g}, {high:g}), does not draw: they were trained,"
+        " or initialized in another way"
     )
 
 

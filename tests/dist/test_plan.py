@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import dist_sparse
 from dist_sparse import plan, remove_untouched
+from dist_sparse.ids.counts import count_lookups
 from dist_sparse.optimizers import fused_sums
 from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import batch, build, cells, drawn, gathered, set_weights
@@ -136,6 +137,40 @@ def test_what_would_read_zeros_is_what_does(name: str) -> None:
     removed = remove_untouched(model, optimizer, include=known)
     assert removed.share(later) == answer.reads_zeros
     assert sum(answer.reads_zeros.removed.values()) > 0
+
+
+@on_ranks(WORLD)
+@pytest.mark.parametrize("name", ["mixed", "column_wise_uneven", "row_wise"])
+def test_counts_of_lookups(name: str) -> None:
+    """The rows of a plan are those that `remove_untouched()` removes."""
+    cell = cells(WORLD)[name]
+    model, rank = build(cell), dist.get_rank()
+    set_weights(model, drawn(cell, seed=1))
+    counts = count_lookups([batch(cell, seed=rank)], model)
+    later = [batch(cell, seed=10 + rank)]
+    answer = plan(model, "20%", record=counts, batches=later)
+    told: list[Any] = [None] * WORLD
+    dist.all_gather_object(told, answer)
+    assert told == [answer] * WORLD and answer.counted and not answer.hardly_read
+    expected = {name: int((rows == 0).sum()) for name, rows in counts.items() if rows.any()}
+    assert answer.untouched == expected and 0 < expected["user"] < 37
+    removed = remove_untouched(model, record=counts, include=[*expected], trust_record=True)
+    assert removed.removed == answer.untouched
+    assert removed.share(later) == answer.reads_zeros
+
+
+@on_ranks(WORLD)
+def test_a_record_of_one_rank_is_refused_on_all() -> None:
+    cell = cells(WORLD)["mixed"]
+    model, rank = build(cell), dist.get_rank()
+    counts = dict(count_lookups([batch(cell, seed=rank)], model))
+    with pytest.raises(ValueError, match="record is given is True on rank 1 and False"):
+        plan(model, "20%", record=counts if rank else None)
+    with pytest.raises(ValueError, match=r"rank 1: ValueError: Invalid record of type int"):
+        plan(model, "20%", record=3 if rank else counts)  # type: ignore[arg-type]
+    counts["user"] = counts["user"] + rank
+    with pytest.raises(ValueError, match="rows read by the record"):
+        plan(model, "20%", record=counts)
 
 
 @on_ranks(WORLD)

@@ -199,7 +199,9 @@ def test_replicas_of_a_collection() -> None:
     single = KeyedJaggedTensor(["user_id"], torch.tensor([first]), lengths=torch.tensor([1]))
     model(single).values().sum().backward()
     again.step()
-    with pytest.raises(ValueError, match="8 of the 98 rows hold values"):
+    with pytest.raises(
+        ValueError, match="on this rank, 8 of the 98 rows that the record calls unread hold values"
+    ):
         remove_untouched(model, again)
     assert remove_untouched(model, optimizer).removed == {"user": 90}
 
@@ -357,3 +359,70 @@ def test_a_trained_row_is_never_removed(seed: int) -> None:
         gone = ~trained[name] & bool(trained[name].any()) & (refused is None)
         expected = before[name].masked_fill(gone[:, None], 0.0)
         assert torch.equal(after.view(torch.int32), expected.view(torch.int32)), name
+
+
+def many_tables(config: dict[str, Any]) -> tuple[Any, Any]:
+    """A sharded collection of 30 tables, trained, and its batch."""
+    names = [f"table_with_a_long_name_{number}" for number in range(30)]
+    tables = [
+        EmbeddingBagConfig(
+            name=name, num_embeddings=200, embedding_dim=16, feature_names=[name], **config
+        )
+        for name in names
+    ]
+    collection = EmbeddingBagCollection(tables)
+    weights = [bag.weight for bag in collection.embedding_bags.values()]
+    apply_optimizer_in_backward(RowWiseAdagrad, weights, {"lr": 0.1})
+    sharder = EmbeddingBagCollectionSharder()
+    made = construct_module_sharding_plan(
+        collection,
+        dict.fromkeys(names, row_wise()),
+        sharder=sharder,
+        local_size=2,
+        world_size=2,
+        device_type="cpu",
+    )
+    model = DistributedModelParallel(
+        nn.Sequential(collection),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"0": made}),
+        sharders=[sharder],
+    )
+    ids = torch.arange(dist.get_rank(), 200, 10)
+    lengths = torch.ones(30 * len(ids)).long()
+    return model, KeyedJaggedTensor(names, ids.repeat(30), lengths=lengths)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["trained rows", "another initializer", "counts", "no step"])
+def test_a_refusal_of_many_tables_says_what_to_do(kind: str) -> None:
+    """Once and whole, although each rank has other numbers of rows."""
+    normal = {"init_fn": partial(nn.init.normal_, std=0.01)}
+    model, features = many_tables({} if kind == "trained rows" else normal)
+    record = None
+    if kind == "counts":
+        record = count_lookups([features], model)
+    elif kind != "no step":
+        model(features).values().sum().backward()
+    if kind == "trained rows":
+        for kernel in kernels(model):
+            for states in kernel.emb_module.split_optimizer_states():
+                states[0][: 50 + 10 * dist.get_rank()].zero_()
+    before = gathered(model)
+    with pytest.raises(ValueError, match="was refused on every rank, nothing was") as refused:
+        remove_untouched(model, record=record, trust_record=kind == "no step")
+    text = str(refused.value)
+    remedy = (
+        "or pass the lookups of all training data: record=dist_sparse.count_lookups(batches, model)"
+    )
+    if kind == "counts":
+        remedy = "If these are the lookups of the whole training, pass trust_record=True:"
+    assert text.count(remedy) == 1 and len(text) < 1600
+    assert " and 26 more" in text and "..." not in text
+    if kind == "trained rows":
+        assert "rank 0: " in text and "rank 1: " in text
+        assert text.count("(on this rank, ") == 2
+        assert text.endswith(f" {remedy}.")
+    if kind == "no step":
+        assert "No row of 'table_with_a_long_name_0', " in text
+    assert all(torch.equal(before[name], each) for name, each in gathered(model).items())

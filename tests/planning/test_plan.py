@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 import dist_sparse
 from dist_sparse import plan, remove_untouched
+from dist_sparse.ids.counts import count_lookups
 from dist_sparse.ids.share import Share
 from dist_sparse.planning.candidates import CODED, Candidate, TableShape
 from dist_sparse.planning.plan import Plan
@@ -285,12 +286,12 @@ def test_shares_in_each_spelling() -> None:
 
 
 def paste(
-    answer: Plan, place: int, model: nn.Module, optimizer: Any, folder: Path
+    answer: Plan, place: int, model: nn.Module, optimizer: Any, folder: Path, counts: Any = None
 ) -> dict[str, Any]:
     """Run what a plan prints for a recommended choice; the artifact takes the bytes that were
     planned."""
     code = str(answer).split(f"\n\n{place}. ")[1].split("\n\n")[0].partition("\n")[2]
-    names = {"model": model, "optimizer": optimizer, "ds": dist_sparse}
+    names = {"model": model, "optimizer": optimizer, "counts": counts, "ds": dist_sparse}
     exec(code.replace('"served"', repr(str(folder / "served"))), names)
     served = answer.recommended[place - 1].served
     written = open_artifact(folder / "served").manifest.tables.values()
@@ -370,13 +371,121 @@ def test_optimizers_that_write_every_row(kind: str, options: Any, reason: str | 
         assert answer.untouched == {} and answer.unknown["cross"].startswith(reason)
 
 
-@pytest.mark.parametrize("passed", [True, False])
-def test_a_plan_says_where_untouched_rows_are_not_known(passed: bool) -> None:
-    """As on the command line, which has the model alone."""
+_COUNTING = "pass record=ds.count_lookups(batches, model), with all training data."
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (
+            "nothing",
+            f"Load the optimizer's state with the weights and pass optimizer=, or {_COUNTING}",
+        ),
+        ("a new one", f"Load the optimizer's state with the weights, or {_COUNTING}"),
+        ("SGD", _COUNTING.replace("pass", "Pass")),
+        ("no lookups", _COUNTING.replace("pass", "Pass")),
+        ("shapes", "A trained model would tell, with its optimizer's state."),
+    ],
+)
+def test_a_plan_says_what_would_tell_which_rows_were_read(how: str, says: str) -> None:
+    """Before it says which smaller tables to train."""
+    model: Any = trained(torch.optim.Adagrad)[0]
+    given: dict[str, dict[str, Any]] = {
+        "a new one": {"optimizer": torch.optim.Adam(model.parameters())},
+        "SGD": {"optimizer": torch.optim.SGD(model.parameters())},
+        "no lookups": {"record": {"user": torch.zeros(50).int(), "cross": torch.zeros(1000).int()}},
+    }
+    if how == "shapes":
+        model = {"user": (1000, 64)}
+    answer = plan(model, "9%", **given.get(how, {}))
+    text = " ".join(str(answer).split())
+    assert f"Rows never read: unknown. {says} " in text
+    assert text.index(says) < text.index(answer.why)
+    assert answer.untouched == {}
+
+
+def test_a_plan_of_known_rows_asks_for_nothing() -> None:
     model, optimizer = trained(torch.optim.Adagrad)
-    text = str(plan(model, "9%", optimizer=optimizer if passed else None))
-    line = "Rows never read: unknown; the optimizer of a trained model would tell."
-    assert (line in text) is not passed
+    assert "Rows never read: unknown" not in str(plan(model, "9%", optimizer=optimizer))
+
+
+class TestRecords:
+    """Counts of lookups, as `remove_untouched()` takes them."""
+
+    BATCHES: ClassVar[Any] = [
+        {"user": torch.arange(40)[None], "cross": torch.arange(0, 1000, 4)[None]}
+    ]
+
+    @pytest.mark.parametrize("form", ["counts", "tensors", "folder"])
+    def test_rows_without_a_lookup(self, form: str, tmp_path: Path) -> None:
+        model, _ = trained(torch.optim.SGD)
+        counts = count_lookups(self.BATCHES, model)
+        record: Any = {"counts": counts, "tensors": dict(counts), "folder": tmp_path / "counts"}[
+            form
+        ]
+        counts.save(tmp_path / "counts")
+        later = [{"user": torch.tensor([1, 45]), "cross": torch.tensor([4, 5])}]
+        answer = plan(model, "10%", record=record, batches=later)
+        assert answer.untouched == {"user": 10, "cross": 750} and answer.hardly_read == {}
+        assert answer.unknown == {} and answer.counted
+        assert {*answer.records.values()} == {"lookup counts"}
+        assert "\nRecord of user, cross: lookup counts.\n" in str(answer)
+        assert answer.recommended[0].candidate.levels == {"user": 0.2, "cross": 0.75}
+        made = paste(answer, 1, model, None, tmp_path, counts=record)
+        assert made["removed"].removed == answer.untouched
+        assert made["removed"].share(later) == answer.reads_zeros
+        assert answer.reads_zeros is not None and answer.reads_zeros.affected == 1
+        json.dumps(answer.to_json())
+
+    def test_a_proved_record_and_one_that_misses_rows(self, tmp_path: Path) -> None:
+        """The second one is unknown, as `remove_untouched()` refuses it."""
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+        table = EmbeddingBagConfig(
+            name="user", num_embeddings=1000, embedding_dim=16, feature_names=["f"]
+        )
+        model = EmbeddingBagCollection([table])
+        with torch.no_grad():
+            model.embedding_bags["user"].weight[:100] -= 1e-3 * torch.rand(100, 16)
+        record = {"user": torch.arange(1000) < 100}
+        answer = plan(model, "20%", record=record)
+        assert answer.untouched == {"user": 900} and not answer.doubts
+        assert "ds.remove_untouched(model, record=counts)\n" in str(answer)
+        missing = {"user": torch.arange(1000) < 50}
+        unknown = plan(model, "20%", record=missing)
+        assert unknown.untouched == {}
+        assert unknown.unknown["user"].startswith(
+            "the record does not cover its training: 50 of the 950 rows that the record calls"
+        )
+        with pytest.raises(ValueError, match="50 of the 950 rows that the record calls unread"):
+            remove_untouched(model, record=missing)
+        removed = paste(answer, 1, model, None, tmp_path, counts=record)["removed"]
+        assert removed.removed == answer.untouched
+
+    @pytest.mark.parametrize(
+        ("record", "message"),
+        [
+            ([1], "Invalid record of type list"),
+            ({"user": torch.ones(50)}, "Invalid record of torch.float32"),
+            ({"user": torch.ones(50).int()}, "The record has no lookups of table 'cross'"),
+            ({"user": torch.ones(9).int(), "cross": torch.ones(1000).int()}, "'user' has 9 rows"),
+            ("no/such/folder", "no/such/folder"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, record: Any, message: str) -> None:
+        """In the words of `remove_untouched()`."""
+        model, _ = trained(torch.optim.SGD)
+        with pytest.raises(ValueError, match=message) as refused:
+            plan(model, "10%", record=record)
+        with pytest.raises(ValueError, match=message) as also:
+            remove_untouched(model, record=record)
+        assert str(refused.value) == str(also.value)
+
+    def test_a_record_and_an_optimizer(self) -> None:
+        model, optimizer = trained(torch.optim.Adagrad)
+        counts = count_lookups(self.BATCHES, model)
+        with pytest.raises(ValueError, match="Invalid optimizer: the lookups of record= tell"):
+            plan(model, "10%", record=counts, optimizer=optimizer)
 
 
 def test_an_optimizer_that_is_none_is_skipped() -> None:
@@ -489,6 +598,7 @@ def test_tables_of_a_model() -> None:
         ({"rotate": ["user", "item"]}, 'must be "table", or groups of names'),
         ({"exclude": "user"}, "they are for models"),
         ({"batches": []}, "they are for models"),
+        ({"record": {"user": torch.ones(9).int()}}, "they are for models"),
         ({"model": {"user": 9}}, r"Invalid shape 9 of 'user'"),
         ({"model": {}}, "must be a module, or shapes by table"),
     ],
