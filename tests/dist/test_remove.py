@@ -162,7 +162,10 @@ class TestRefusals:
         model(ids).values().sum().backward()
         optimizer.step()
         before = model.embedding_bags["user"].weight.detach().clone()
-        with short_timeout(), pytest.raises(ValueError, match=r"rank 1: .*1 of the 92 rows that .* hold"):
+        with (
+            short_timeout(),
+            pytest.raises(ValueError, match=r"rank 1: .*1 of the 92 rows that .* hold"),
+        ):
             remove_untouched(model, optimizer)
         assert torch.equal(model.embedding_bags["user"].weight, before)
 
