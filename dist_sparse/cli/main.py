@@ -13,6 +13,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from io import TextIOWrapper
 
 import dist_sparse
@@ -173,7 +174,9 @@ def _serve_check(options: argparse.Namespace) -> int:
     manifest = check_artifact(options.folder, *options.deltas).manifest
     # Deltas and served.metrics() name an artifact by its hash.
     text = f"{summary(manifest)}\nartifact {manifest.hash[:12]}\nok"
-    return print_result(options, {"hash": manifest.hash, **json.loads(manifest.to_text())}, text)
+    sizes = {name: asdict(table.bytes) for name, table in manifest.tables.items()}
+    found = {"hash": manifest.hash, "sizes": sizes, **json.loads(manifest.to_text())}
+    return print_result(options, found, text)
 
 
 def _merge(options: argparse.Namespace) -> int:

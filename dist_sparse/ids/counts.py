@@ -267,9 +267,9 @@ def _ids_by_feature(batch: Any) -> Iterator[tuple[str, Tensor, Tensor, int]]:
     # Not isinstance(): a batch may come from a program that has not imported TorchRec.
     if not hasattr(batch, "to_dict"):
         raise ValueError(
-            f"Invalid batch of type {type(batch).__name__}: must be a KeyedJaggedTensor (of a DLRM's"
-            " batch: batch.sparse_features) or a dict of ids by feature (of a torch embedding: by"
-            " its path in the model)."
+            f"Invalid batch of type {type(batch).__name__}: must be a KeyedJaggedTensor (a DLRM's"
+            " batch has one: batch.sparse_features) or a dict of ids by feature (of a torch"
+            " embedding: by its path in the model)."
         )
     if not len(batch.lengths()):
         # A batch without examples, on which to_dict() fails.

@@ -303,7 +303,9 @@ def check_new(path: StrPath) -> Path:
     invalid = f"Invalid path={str(path)!r}"
     # lexists() is true for a broken link too.
     if os.path.lexists(target):
-        raise ValueError(f"{invalid}: it exists already; an artifact is never overwritten. Choose another path.")
+        raise ValueError(
+            f"{invalid}: it exists already; an artifact is never overwritten. Choose another path."
+        )
     if target.name.endswith(PARTIAL):
         raise ValueError(f"{invalid}: names of unfinished exports end in {PARTIAL!r}.")
     return target

@@ -368,6 +368,9 @@ def test_serve_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert out == "\n".join(str(exported).splitlines()[1:]) + f"\nartifact {name[:12]}\nok\n"
     assert main(["serve-check", str(tmp_path / "served"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    sizes = found.pop("sizes")
+    for table, entry in exported.manifest.tables.items():
+        assert sizes[table]["after"] == entry.bytes.after
     assert found == {"hash": name, **json.loads(exported.manifest.to_text())}
     with open(tmp_path / "served" / "tables.safetensors", "r+b") as file:
         file.seek(-1, 2)
