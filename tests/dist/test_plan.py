@@ -179,7 +179,7 @@ def test_a_batch_of_one_rank_is_refused_on_all() -> None:
     model, rank = build(cell), dist.get_rank()
     fits = batch(cell, seed=rank)
     wrong: Any = [fits, torch.tensor(0)] if rank else [fits]
-    with pytest.raises(ValueError, match=r"rank 1.*must be a KeyedJaggedTensor or a dict"):
+    with pytest.raises(ValueError, match=r"rank 1.*must be a KeyedJaggedTensor"):
         plan(model, "20%", batches=wrong)
     with pytest.raises(ValueError, match="batches are given is True on rank 1 and False"):
         plan(model, "20%", batches=[fits] if rank else None)
