@@ -263,7 +263,7 @@ def test_batches_where_no_row_is_known() -> None:
     [
         ({"user": torch.tensor([50])}, "Table 'user' has 50 rows: the id 50 is out of range"),
         ({"other": torch.tensor([0])}, r"No feature of the batch has a table; .*'cross', 'user'"),
-        (torch.tensor([0]), "must be a KeyedJaggedTensor or a dict"),
+        (torch.tensor([0]), "must be a KeyedJaggedTensor"),
     ],
 )
 def test_batches_that_do_not_fit_are_refused(batch: Any, message: str) -> None:
