@@ -138,7 +138,8 @@ def remove_untouched(
     with world.agreeing("remove_untouched()"):
         remedy = _remedy(idle, counts)
         # Without trust, the weights of these tables must show that they were not trained.
-        checks.refuse({remedy: trust_record and bool(idle)})
+        if trust_record and idle:
+            raise ValueError(remedy)
         if not trust_record:
             refuse_trained(_unread(located, reads), remedy)
     removed._remove(reads)
@@ -381,13 +382,14 @@ def _stepped(
 ) -> list[str]:
     """Return the tables that a step of this rank has reached, and those that need none: counts may
     have no lookup of a table."""
-    return [
-        name
-        for name, data in located.items()
-        if counts is not None
-        or not data.shape[0]
-        or any(map(LookupRecord.has_stepped, found[name]))
-    ]
+    if counts is not None:
+        return [*located]
+    stepped = []
+    for name, data in located.items():
+        # A table without rows has nothing to step.
+        if not data.shape[0] or any(map(LookupRecord.has_stepped, found[name])):
+            stepped.append(name)
+    return stepped
 
 
 def _counts_of(record: Record) -> Mapping[str, Tensor]:
