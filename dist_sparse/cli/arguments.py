@@ -23,6 +23,8 @@ from dist_sparse.launch.__main__ import closest
 class UsageError(ValueError):
     """The command line has to be changed. The message is for users."""
 
+    status = 2
+
 
 class EntryError(UsageError):
     """A function does not exist, has failed or returned a wrong type. The message leaves out which
@@ -70,7 +72,9 @@ def batches_of(entry: str | None) -> Iterable[Any] | None:
             raise EntryError(f"returned {type(returned).__name__}; must return batches.")
     except EntryError as error:
         # An EntryError is about FUNCTION.
-        raise UsageError(f"Invalid --batches={entry!r}: {error}") from error
+        other = UsageError(f"Invalid --batches={entry!r}: {error}")
+        other.status = error.status
+        raise other from error
     return returned
 
 
@@ -224,7 +228,10 @@ def _call_user_code(function: Callable[..., Any], *args: Any, **options: Any) ->
             place = f" at {os.path.relpath(file)}:{lines[file]}"
         # The first line: torch's messages have many.
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise EntryError(f"it failed{place} with {what}") from error
+        failed = EntryError(f"it failed{place} with {what}")
+        # A module that can't be imported has no function: the command line is wrong.
+        failed.status = 2 if function is _load_names else 1
+        raise failed from error
 
 
 # Files that import and call the user's code; runpy is frozen.

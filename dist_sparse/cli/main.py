@@ -4,8 +4,8 @@ the result.
 A subcommand imports its function, and torch with it, when it runs: `--help` and `doctor` need no
 torch. Exit status 2 means that the command line is wrong, whatever the model and the files hold: an
 option, a path that does not exist, or FUNCTION. 1 is any other failure that a user can fix (a
-ValueError, a file that can't be read or written, a missing package). Both print a sentence or two;
-other exceptions keep their traceback.
+FUNCTION that raises, a ValueError, a file that can't be read or written, a missing package). Both
+print a sentence or two; other exceptions keep their traceback.
 """
 
 import argparse
@@ -92,10 +92,10 @@ def _run_command(words: list[str]) -> int:
     except EntryError as error:
         what = f"Invalid FUNCTION={options.function!r}: {error}"
         print_failure(name, f"{what}\nUsage and options: dist-sparse {name} --help")
-        return 2
+        return error.status
     except UsageError as error:
         print_failure(name, str(error))
-        return 2
+        return error.status
     except ModuleNotFoundError as error:
         # Subcommands import lazily: this is the first time that the package was needed.
         how = "; dist-sparse doctor prints how to install it." if error.name == "torch" else "."
@@ -162,6 +162,7 @@ def _plan(options: argparse.Namespace) -> int:
         options.budget,
         rotate=options.rotate,
         optimizer=optimizer,
+        record=options.record,
         batches=batches_of(options.batches),
     )
     return print_result(options, planned.to_json(), str(planned))
@@ -169,11 +170,14 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _serve_check(options: argparse.Namespace) -> int:
     from dist_sparse.serving.chain import check_artifact
-    from dist_sparse.serving.manifest import summary
+    from dist_sparse.serving.manifest import delta_summary, summary
 
-    manifest = check_artifact(options.folder, *options.deltas).manifest
+    chain = check_artifact(options.folder, *options.deltas)
+    manifest = chain.manifest
+    lines = [delta_summary(delta.manifest) for delta in chain.deltas]
     # Deltas and served.metrics() name an artifact by its hash.
-    text = f"{summary(manifest)}\nartifact {manifest.hash[:12]}\nok"
+    lines += [summary(manifest, "once merged" if lines else "on disk")]
+    text = "\n".join([*lines, f"artifact {manifest.hash[:12]}", "ok"])
     sizes = {name: asdict(table.bytes) for name, table in manifest.tables.items()}
     found = {"hash": manifest.hash, "sizes": sizes, **json.loads(manifest.to_text())}
     return print_result(options, found, text)
@@ -247,6 +251,12 @@ or (model, optimizer), if the tables are not fused.
             ),
             FUNCTION,
             ROTATE,
+            option(
+                "--record",
+                help="instead of optimizer state, the folder of a record of lookups",
+                type=existing_path,
+                metavar="DIR",
+            ),
             option(
                 "--batches",
                 help="like FUNCTION; returns lookups that must be answered",

@@ -116,8 +116,13 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # argparse reports missing arguments first, and `--budgt 5%` is a missing `--budget` to it:
-        # a first pass misses none, and finds unknown words alone.
+        if {"-h", "--help"}.isdisjoint(args or ()):
+            self._refuse_unknown(args)
+        return super().parse_known_args(args, namespace)
+
+    def _refuse_unknown(self, args: Any) -> None:
+        """Refuse unknown words. argparse would report missing arguments first, and `--budgt 5%` is
+        a missing `--budget` to it: this pass misses none."""
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False
@@ -129,7 +134,6 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {unknown[0]}{hint}")
         for action in required:
             action.required = True
-        return super().parse_known_args(args, namespace)
 
     # From Python 3.14 on, `suggest_on_error=True` does the same.
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -314,8 +314,8 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     return found
 
 
-def summary(manifest: Manifest) -> str:
-    """Return a text table of the tables' bytes, and their total."""
+def summary(manifest: Manifest, when: str = "on disk") -> str:
+    """Return a text table of the tables' bytes, and their total, which they take ``when``."""
     last = "books" if manifest.dtype == "codes" else "scales"
     head = ("table", "rows", "kept", "dim", "dtype", "served", "of dense", "index", last)
     rows, before = [], 0
@@ -327,7 +327,7 @@ def summary(manifest: Manifest) -> str:
         parts = size(sizes.index), size(getattr(sizes, last))
         rows.append((name, *shape, table.dtype, *served, *parts))
     total = (
-        f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of"
+        f"total: {size(manifest.bytes)} {when}, {percent(manifest.bytes / max(before, 1))} of"
         f" {size(before)} dense"
     )
     if all(table.kept == table.rows for table in manifest.tables.values()):

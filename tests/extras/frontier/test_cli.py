@@ -27,23 +27,24 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "status", "message"),
     [
-        ("three", "has no function 'three'."),
-        ("an_int", "must return (model, evaluate), where evaluate is a function."),
-        ("needing", "missing a required argument: 'data'; must take no arguments."),
-        ("failing", "it failed at model_of_test_cli.py:14 with ZeroDivisionError: division by"),
+        ("three", 2, "has no function 'three'."),
+        ("an_int", 2, "must return (model, evaluate), where evaluate is a function."),
+        ("needing", 2, "missing a required argument: 'data'; must take no arguments."),
+        ("failing", 1, "it failed at model_of_test_cli.py:14 with ZeroDivisionError: division by"),
     ],
 )
-def test_a_wrong_function_is_two_sentences_and_2(
+def test_a_wrong_function_is_two_sentences(
     function: str,
+    status: int,
     message: str,
     model: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(Path(model).parent)
-    check_wrong_function(["frontier", f"{model}:{function}", "--budget", "10%"], message, capsys)
+    check_wrong_function(["frontier", f"{model}:{function}", "--budget", "10%"], message, status, capsys)
 
 
 def test_a_wrong_table_is_one_sentence(model: str, capsys: pytest.CaptureFixture[str]) -> None:
