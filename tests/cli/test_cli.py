@@ -10,7 +10,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from dist_sparse import count_lookups
 from dist_sparse.cli import doctor
 from dist_sparse.cli.doctor import Diagnosis
 from dist_sparse.cli.main import main, parser
@@ -258,6 +261,17 @@ def test_plan_knows_the_untouched_rows_of_a_plain_adagrad(
 ) -> None:
     (tmp_path / "model.py").write_text(ADAGRAD)
     assert main(["plan", f"{tmp_path}/model.py:trained", "--budget", "50%"]) == 0
+    assert "\n0       100          70            0\n" in capsys.readouterr().out
+
+
+def test_plan_of_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lookups that were counted and saved, where the function returns no optimizer."""
+    file = tmp_path / "model.py"
+    file.write_text(f"{ADAGRAD}\ndef bare():\n    return trained()[0]\n")
+    model = nn.Sequential(nn.EmbeddingBag(100, 8))
+    count_lookups([{"0": torch.arange(30)}], model).save(tmp_path / "counts")
+    words = ["plan", f"{file}:bare", "--budget", "50%", "--record", f"{tmp_path}/counts"]
+    assert main(words) == 0
     assert "\n0       100          70            0\n" in capsys.readouterr().out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -145,7 +146,7 @@ def test_a_merged_chain_goes_on(tmp_path: Path) -> None:
     assert torch.equal(looked_up(served), looked_up(load_served(tmp_path / "full2")))
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was served stays."""
     days = Days(tmp_path / "a")
     for level in (0.5, 0.6, 0.3):
@@ -181,7 +182,10 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="out of order"):
         served.apply_delta(first)
     assert main(["serve-check", str(base), str(second)]) == 1
+    capsys.readouterr()
     assert main(["serve-check", *map(str, days.folders)]) == 0
+    takes = re.findall(r"^(?:delta|total): .*?(on disk|once merged)", capsys.readouterr().out, re.M)
+    assert takes == ["on disk", "on disk", "once merged"]
     assert main(["merge", *map(str, days.folders), "--out", str(tmp_path / "m")]) == 0
     assert crcs(tmp_path / "m") == crcs(tmp_path / "a" / "full2")
 
