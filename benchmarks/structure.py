@@ -259,8 +259,7 @@ def density(files: list[Path], root: Path = ROOT) -> Density:
 
 def decisions(node: ast.AST) -> int:
     """The decisions of one node: a branch, a loop, a handler, a case, each further operand of
-    and/or, each for and if of a comprehension, each rule of ``refuse({...})``, each further item of
-    ``any([...])``, and a loop that ``map()`` or ``filter()`` hides."""
+    and/or, each for and if of a comprehension, each further item of ``any([...])``, and a loop that ``map()`` or ``filter()`` hides."""
     if isinstance(node, ast.Call):
         return hidden_decisions(node)
     if isinstance(node, BRANCHES | ast.match_case):
@@ -276,8 +275,6 @@ def hidden_decisions(call: ast.Call) -> int:
     """The decisions of a call that stands for branches or a loop."""
     name = called(call)
     argument = call.args[0] if call.args else None
-    if name == "refuse" and isinstance(argument, ast.Dict):
-        return len(argument.keys)
     if name in ("any", "all") and isinstance(argument, ast.List | ast.Tuple):
         return len(argument.elts) - 1
     return int(name in ("map", "filter", "starmap"))

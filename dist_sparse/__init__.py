@@ -7,12 +7,13 @@ Start with these:
     remove_untouched     remove these rows from a trained model
     export, load_served  write the tables, and serve them
     sparsify             prune a model during training, in one call
+    compact              store the kept rows and columns only, and train on
     SparseTraining       what it returns: step(), summary(), state_dict(), detach()
     DataNormSparsifier   masks of the blocks with the smallest norm
     CubicDataScheduler   raises the sparsity level during training
     MaskEnforcer         keeps removed weights at zero in every forward
 
-Smaller tables:      compact (store kept rows and columns only, train on), and expand, its inverse
+Smaller tables:      compact, and expand, its inverse
 More of sparsify():  Advanced (scores, norms, floors, a guard, rotated columns)
 Look:                describe
 Other scores:        ImportanceSparsifier (lookups, Adagrad's sums)

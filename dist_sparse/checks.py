@@ -227,17 +227,6 @@ def choice(name: str, value: object, known: Iterable[str], more: str = "") -> st
     raise ValueError(f"Invalid {name}={value!r}: must be one of {listed}{more}.{''.join(hints)}")
 
 
-def refuse(rules: Mapping[str, object]) -> None:
-    """Raise a ValueError with the text of the first broken rule, if any.
-
-    Args:
-        rules: error texts, each with a value that is true if the rule is broken.
-    """
-    for text, is_broken in rules.items():
-        if is_broken:
-            raise ValueError(text)
-
-
 def parse_block(text: str) -> tuple[int | str, int | str]:
     """Return ``"1x4"``, ``"1,4"``, ``"row"``, ``"2xrow"``, ``"col"`` or ``"colx4"`` as a sparse
     block shape; case does not matter.

@@ -7,10 +7,15 @@ module ``doors``, which holds one function for each door that it uses.
 
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
-__all__ = ["offered"]
+__all__ = ["DOORS", "offered"]
+
+DOORS = {
+    "commands": "commands of dist-sparse",
+    "kernels": "Triton kernels for mask updates and lookups",
+}
+"""What the core asks for, by the name of the function."""
 
 _EXTRAS = Path(__file__).with_name("extras")
 
@@ -18,10 +23,9 @@ _EXTRAS = Path(__file__).with_name("extras")
 def offered(door: str) -> list[Any]:
     """Return what the extras have under the name of a door, in the order of their names."""
     found = []
-    for extra in iter_modules([str(_EXTRAS)]):
-        # By its file: extras without doors are not imported, since most of them import torch.
-        if (_EXTRAS / extra.name / "doors.py").exists():
-            doors = import_module(f"dist_sparse.extras.{extra.name}.doors")
-            if hasattr(doors, door):
-                found.append(getattr(doors, door))
+    # By its file: extras without doors are not imported, since most of them import torch.
+    for file in sorted(_EXTRAS.glob("*/doors.py")):
+        doors = import_module(f"dist_sparse.extras.{file.parent.name}.doors")
+        if hasattr(doors, door):
+            found.append(getattr(doors, door))
     return found

@@ -123,11 +123,15 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def differing(digests: Sequence[Mapping[str, int]]) -> list[str]:
     """Return the keys that are not equal on all ranks, in the order of messages."""
-    noted = [each.items() for each in digests]
-    differing = dict(set().union(*noted).difference(set(noted[0]).intersection(*noted)))
-    everywhere = set(differing).intersection(*digests)
+    differing, missing = [], []
+    for key in sorted(set().union(*digests)):
+        values = {digest.get(key) for digest in digests}
+        if None in values:
+            missing.append(key)
+        elif len(values) > 1:
+            differing.append(key)
     # Last, facts that some rank has not added: usually a consequence of another difference.
-    return [*sorted(everywhere), *sorted(differing.keys() - everywhere)]
+    return differing + missing
 
 
 def drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:

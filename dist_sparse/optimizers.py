@@ -115,8 +115,8 @@ def state_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> dict[st
         # State of other shapes, such as a step count, belongs to no element and no row.
         if state.shape == here.shape and state.is_contiguous():
             found[name] = state.view(-1)[first:last].view_as(weight), initial
-        elif here.shape[:1] == (state.numel(),):
-            # One value per row.
+        elif state.shape in ((len(here),), (len(here), 1)):
+            # One value per row. By its shape: a step count has one value too, without dimensions.
             found[name] = state.view(-1)[first // width : last // width], initial
     return found
 
@@ -124,8 +124,14 @@ def state_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> dict[st
 def sums_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> State | None:
     """Return Adagrad's sums of squared gradients of ``weight``, a part of ``parameter``; None for
     another optimizer."""
-    is_adagrad = "initial_accumulator_value" in optimizer.defaults
-    return state_of(optimizer, parameter, weight).get("sum") if is_adagrad else None
+    if not _is_adagrad(optimizer):
+        return None
+    return state_of(optimizer, parameter, weight).get("sum")
+
+
+def _is_adagrad(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is Adagrad, of torch or of a user's own."""
+    return "initial_accumulator_value" in optimizer.defaults
 
 
 def initial_state(optimizer: Optimizer, parameter: Tensor, name: str) -> float:
@@ -364,7 +370,7 @@ def _sum_of(records: Sequence[LookupRecord]) -> LookupRecord:
 def record_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> Known:
     """Return the record of ``weight``, a part of ``parameter``, by an optimizer's state."""
     kind = type(optimizer).__name__
-    is_sum = "initial_accumulator_value" in optimizer.defaults
+    is_sum = _is_adagrad(optimizer)
     names = ("sum",) if is_sum else _MOMENTS.get(type(optimizer), ())
     if not names:
         return f"{kind} keeps no state that tells"

@@ -35,7 +35,7 @@ CODE = sources("dist_sparse", "launch", "examples", "benchmarks", "tests")
 
 # What is reached. Lower a limit with the change that allows it.
 LIMITS = {
-    # Rules of refuse({...}) and loops of map() and filter() included. With the extras it is 20.4.
+    # Loops of map() and filter() included.
     # Thresholds from samples took it from 20.7 to 20.9.
     "decisions per 100 lines of the core": 20.9,
     "decisions of a function": 12,

@@ -124,29 +124,6 @@ def parse_budget(text: str) -> float:
         raise ArgumentTypeError(str(error)) from None
 
 
-def parse_share(text: str) -> float:
-    """Return ``10%`` as 0.1.
-
-    Raises:
-        ArgumentTypeError: not a percentage.
-    """
-    # Refuses 1 to 99, and asks for the sign.
-    if re.fullmatch(r"\d{1,2}", text, re.ASCII):
-        parse_budget(text)
-    rule = f"share {text!r}: must be a percentage such as 10%, at most 100%"
-    return float(_match(r"(100|\d?\d(?:\.\d+)?) ?%", text, rule)[1]) / 100
-
-
-def parse_tolerance(text: str) -> float:
-    """Return a difference of a metric.
-
-    Raises:
-        ArgumentTypeError: not a number of at least 0.
-    """
-    rule = f"{text!r}: must be a number such as 0.002, at least 0"
-    return float(_match(r"(\d+|\d*\.\d+)(e-\d+)?", text, rule)[0])
-
-
 def existing_path(text: str) -> Path:
     """Return the path of a file or folder.
 
@@ -157,14 +134,6 @@ def existing_path(text: str) -> Path:
     if not os.path.lexists(text):
         raise ArgumentTypeError(f"{text!r} does not exist.")
     return Path(text)
-
-
-def _match(pattern: str, text: str, rule: str) -> re.Match[str]:
-    # ASCII: \d would match digits of other scripts.
-    match = re.fullmatch(pattern, text, re.ASCII)
-    if match is None:
-        raise ArgumentTypeError(f"Invalid {rule}.")
-    return match
 
 
 def _import_function(entry: str) -> Callable[..., Any]:

@@ -162,8 +162,8 @@ def _widths(
         gone: removed blocks over all ranks, by table.
     """
     widths: dict[str, int] = {}
-    rotation, store = sparsifier.masks.rotation, sparsifier.masks.tables
-    for group in getattr(rotation, "groups", ()):
+    store = sparsifier.masks.tables
+    for group in sparsifier.masks.rotated_groups:
         # Outputs of tables that are rotated together meet in dot products, so they need the same
         # columns. One table that has lost nothing makes its whole group keep all.
         most = 0
@@ -228,7 +228,7 @@ def _plan_changes(
 def _refuse_parted_groups(sparsifier: BaseDataSparsifier, widths: Mapping[str, int]) -> None:
     """Refuse tables that are rotated together but keep different columns: a collection with a
     single width may have split the group."""
-    for group in getattr(sparsifier.masks.rotation, "groups", ()):
+    for group in sparsifier.masks.rotated_groups:
         left = {name: widths[name] for name in group if name in widths}
         if len(set(left.values())) > 1:
             raise ValueError(

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.checks import refuse
 from dist_sparse.compaction.moving import Steppers, StoredTables, Swapped, move_tables
 from dist_sparse.compaction.stale import consume, consume_parameter
 from dist_sparse.compaction.tables import (
@@ -412,42 +411,52 @@ class Rebuild:
         holders = _holders_of_parameters(self._model)
         wrappers = self._wrappers()
         for site in sites:
-            tied = set[nn.Module]()
-            for parameter in site.parameters().values():
-                tied |= holders[parameter]
-            # An embedding inside a collection holds the parameter too.
-            tied.difference_update(site.module.modules())
-            others = sorted(type(module).__name__ for module in tied)
-            around = [type(each).__name__ for each in wrappers if site.module in each.modules()]
-            refusal = site.refusal(self._model, narrowed)
-            rules = {
-                # None if the module itself gives no reason.
-                str(refusal): refusal,
-                f"is inside {' in '.join(around)}, which holds on to the old parameters:"
-                f" {self._action} the module inside, and wrap the result again.": around,
-                **self._rules(site, narrowed),
-                # The other module needs a row for each id.
-                f"is the weight of other modules too ({others}): it can't be"
-                f" {self._action}ed.": others,
-            }
-            if default_row:
-                rules |= _default_row_rules(site)
-            refuse({f"{site.label} {reason}": holds for reason, holds in rules.items()})
+            reasons = [
+                *self._reasons(site, narrowed),
+                *self._reasons_around(site, wrappers, holders),
+                *(_reasons_against_a_default_row(site) if default_row else ()),
+            ]
+            if reasons:
+                raise ValueError(f"{site.label} {reasons[0]}")
 
-    def _rules(self, site: Site, narrowed: bool) -> dict[str, object]:
-        """Return reasons to refuse one site, and whether each holds."""
-        default_rows = [index.default_row for index in site.indexes().values()]
-        is_trained = any(weight.requires_grad for weight in site.parameters().values())
+    def _reasons(self, site: Site, narrowed: bool) -> Iterator[str]:
+        """Yield the reasons to refuse a site that are in the module itself."""
         cant = f"it can't be {self._action}ed."
-        return {
-            f"is rotated, and its output is turned back by a hook: {cant}": not narrowed
-            and bases_of_outputs(site.module),
-            # expand() would lose the shared row; compact() would give it to newly removed ids.
-            f"has default rows: {cant}": any(default_rows),
-            "is stepped by a plain optimizer, which must get the new parameters: pass"
-            f" {self._action}(optimizer=...), or optimizer=() if there is none.": is_trained
-            and not self._optimizers_known,
-        }
+        if refusal := site.refusal(self._model, narrowed):
+            yield refusal
+        if not narrowed and bases_of_outputs(site.module):
+            yield f"is rotated, and its output is turned back by a hook: {cant}"
+        # expand() would lose the shared row; compact() would give it to newly removed ids.
+        if any(index.default_row for index in site.indexes().values()):
+            yield f"has default rows: {cant}"
+        is_trained = any(weight.requires_grad for weight in site.parameters().values())
+        if is_trained and not self._optimizers_known:
+            yield (
+                "is stepped by a plain optimizer, which must get the new parameters: pass"
+                f" {self._action}(optimizer=...), or optimizer=() if there is none."
+            )
+
+    def _reasons_around(
+        self,
+        site: Site,
+        wrappers: Iterable[nn.Module],
+        holders: Mapping[Any, set[nn.Module]],
+    ) -> Iterator[str]:
+        """Yield the reasons to refuse a site that are in the other modules of the model."""
+        around = [type(each).__name__ for each in wrappers if site.module in each.modules()]
+        if around:
+            yield (
+                f"is inside {' in '.join(around)}, which holds on to the old parameters:"
+                f" {self._action} the module inside, and wrap the result again."
+            )
+        tied = set[nn.Module]()
+        for parameter in site.parameters().values():
+            tied |= holders[parameter]
+        # An embedding inside a collection holds the parameter too.
+        tied.difference_update(site.module.modules())
+        # The other module needs a row for each id.
+        if others := sorted(type(module).__name__ for module in tied):
+            yield f"is the weight of other modules too ({others}): it can't be {self._action}ed."
 
     def _wrappers(self) -> list[nn.Module]:
         """Return the wrappers inside the model that hold references to old parameters."""
@@ -607,14 +616,13 @@ def rebuild_of(
     return kind(model, action, optimizer, plan, world)
 
 
-def _default_row_rules(site: Site) -> dict[str, object]:
-    """Return reasons to refuse a default row in a site, and whether each holds."""
-    return {
-        "has a padding_idx, whose id would get the default row if its row was"
-        " removed.": site.padding_id is not None,
-        # Ids removed earlier would still read zeros, ids removed now the default row.
-        "has already lost rows without a default row; it can't get one now.": site.indexes(),
-    }
+def _reasons_against_a_default_row(site: Site) -> Iterator[str]:
+    """Yield the reasons to refuse a default row in a site."""
+    if site.padding_id is not None:
+        yield "has a padding_idx, whose id would get the default row if its row was removed."
+    # Ids removed earlier would still read zeros, ids removed now the default row.
+    if site.indexes():
+        yield "has already lost rows without a default row; it can't get one now."
 
 
 def _holders_of_parameters(model: nn.Module) -> Mapping[Any, set[nn.Module]]:

@@ -481,7 +481,7 @@ def _sample(
     """Count the lookups of one forward of an embedding, if the sample includes it."""
     # Each time: a mask update replaces what held() returns.
     lookups.use({0: held()})
-    if lookups.due():
+    if lookups.counts_forward():
         ids = args[0] if args else kwargs["input"]
         lookups.add(ids.reshape(-1), [0, ids.numel()])
 

@@ -352,7 +352,9 @@ class TableBatchHooks:
             # Scores need the gradients of removed rows, or FBGEMM writes rows that no id names.
             whole_rows = set()
         stay_zero = whole_rows if self._batch.keeps_zeros else set()
-        self._refuse_cached(stay_zero)
+        cached = self._batch.cached & self._masked.keys()
+        self._has_cached = bool(cached)
+        self._refuse_cached(cached - stay_zero)
         self._zeroed.use(self._masked, self._masked.keys() - stay_zero)
         by_ids = whole_rows if self._drops_ids else stay_zero
         # A table that loses no rows needs no filter.
@@ -360,17 +362,16 @@ class TableBatchHooks:
         kept_rows = {table: ~self._masked[table].mask.dead_rows() for table in filtered}
         self._kept_ids = KeptIds(kept_rows, self._features) if kept_rows else None
 
-    def _refuse_cached(self, stay_zero: set[int]) -> None:
+    def _refuse_cached(self, tables: set[int]) -> None:
         """Refuse cached tables whose removed rows do not stay zero by themselves.
 
         Raises:
-            ValueError: names them.
+            ValueError: there are some; names them.
         """
-        cached = self._batch.cached & self._masked.keys()
-        self._has_cached = bool(cached)
-        if rest := sorted(self._places[table].name for table in cached - stay_zero):
+        if tables:
+            names = sorted(self._places[table].name for table in tables)
             raise ValueError(
-                f"The tables {rest} have the compute kernel {CACHED!r}: their removed rows stay"
+                f"The tables {names} have the compute kernel {CACHED!r}: their removed rows stay"
                 " zero only with masks of whole rows, a score other than 'accumulator', and SGD or"
                 " Adagrad with eps > 0."
             )
@@ -387,7 +388,7 @@ class TableBatchHooks:
         # them: they are rows of zeros.
         self._weighs_next = passed is requested and torch.is_grad_enabled()
         # Outside of no_grad(): only training forwards are sampled.
-        sampled = self._sampled.due()
+        sampled = self._sampled.counts_forward()
         with torch.no_grad():
             if sampled:
                 self._sampled.add(*_local_ids(requested))

@@ -257,8 +257,8 @@ class SampledLookups:
             self._kept = None
             self._forwards = 0
 
-    def due(self) -> bool:
-        """Whether this forward is counted."""
+    def counts_forward(self) -> bool:
+        """Count this forward, and return whether its lookups are to be added."""
         # Lookups of an evaluation do not count as traffic.
         if not torch.is_grad_enabled():
             return False

@@ -318,8 +318,6 @@ class RowIndexes(nn.Module):
                 range.
             sizes: how many ids each feature has; they add up to n.
         """
-        if not self.any_removed:
-            return [0] * len(sizes)
         flags: list[Tensor] = []
         if self.any_default:
             parts = rows.split_with_sizes(sizes)

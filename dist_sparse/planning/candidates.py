@@ -19,7 +19,6 @@ from dist_sparse.serving.books import ENTRIES, LEAST_ROWS
 from dist_sparse.serving.encodings import UNCODED
 from dist_sparse.tables.shards import ShardedData, basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
-from dist_sparse.training.arguments import fewest_removed
 
 # 4 bits and a scale for each column: `export(dtype="int4", scale="column")`.
 BY_COLUMN = "int4 by column"
@@ -231,8 +230,7 @@ class Choice:
 
     Args:
         kind: ``"full"`` keeps all columns; ``"small"`` is a table that was trained with fewer;
-            ``"columns"`` removes rotated columns during training; ``"rows"`` removes rows that
-            training has touched.
+            ``"columns"`` removes rotated columns during training.
         served: bytes in a server.
         fits: whether ``served`` is within the budget.
     """
@@ -251,7 +249,6 @@ class Choices:
         tables: all that are served.
         budget: bytes.
         groups: tables that may be rotated, as in :class:`Candidate`.
-        prunable: names of tables that may lose rows that training has touched.
         untouched: number of rows that training has never touched, by table, where it is known.
     """
 
@@ -259,13 +256,12 @@ class Choices:
     budget: int
     groups: Groups
     untouched: Mapping[str, int]
-    prunable: tuple[str, ...] = ()
 
     def all(self) -> list[Choice]:
         """Return the candidates: with all columns in each dtype, fitting or not, and for each kind
         and dtype the widest that fits."""
         # First with the untouched rows, then without them where that saves bytes.
-        choices = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
+        choices = [self.priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
         full = [self.choice("full", dtype, 1.0) for dtype in DTYPES]
         choices += [choice for choice in full if choice.candidate.levels]
         for kind, whole in product(("small", "columns"), full):
@@ -286,7 +282,7 @@ class Choices:
             worth = tuple(group for group in self.groups if group[0] in lighter)
             # If no rotation saves bytes, keep all groups: the candidate is shown as too large.
             candidate = replace(narrow, groups=worth or self.groups)
-        return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
+        return self.priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
 
     def widths(self, kind: str, dtype: str) -> tuple[list[float], int]:
         """Return the fractions of columns below 1 that a kind may keep, ascending, and how many of
@@ -302,37 +298,16 @@ class Choices:
         )
         return fractions, fitting
 
-    def fewest_rows(self, candidate: Candidate) -> Choice:
-        """Return a candidate with its ``prunable`` tables at the lowest common level at which all
-        tables fit, or at the highest below 1 if none fits."""
-        pruned = [table for table in self.tables if table.name in self.prunable]
-        # Outside the search, which changes only pruned tables.
-        fixed = candidate.served_bytes(self.tables).total - candidate.served_bytes(pruned).total
-        room = self.budget - fixed
-
-        rows = {table.name: table.shape[0] for table in pruned}
-
-        def without(removed: Mapping[str, int]) -> Candidate:
-            levels = {name: removed[name] / max(rows[name], 1) for name in rows}
-            return replace(candidate, levels=levels)
-
-        # As sparsify(budget=) does: a table keeps at least one row.
-        removed = fewest_removed(
-            rows,
-            {name: max(count - 1, 0) for name, count in rows.items()},
-            lambda removed: without(removed).served_bytes(pruned).total <= room,
-        )
-        return self._priced("rows", without(removed))
+    def priced(self, kind: str, candidate: Candidate) -> Choice:
+        """Return a candidate of a kind with its bytes."""
+        served = candidate.served_bytes(self.tables)
+        fits = served.total <= self.budget
+        return Choice(kind=kind, candidate=candidate, served=served, fits=fits)
 
     def _has_its_dtype(self, choice: Choice) -> bool:
         """Return False for codes that no table can have: all would be int4."""
         candidate = choice.candidate
         return candidate.dtype not in CODED or any(map(candidate.codes, self.tables))
-
-    def _priced(self, kind: str, candidate: Candidate) -> Choice:
-        served = candidate.served_bytes(self.tables)
-        fits = served.total <= self.budget
-        return Choice(kind=kind, candidate=candidate, served=served, fits=fits)
 
     def _untouched_levels(self, candidate: Candidate) -> dict[str, float]:
         """Return the levels that remove untouched rows, for tables where that saves more bytes than

@@ -181,7 +181,10 @@ class Plan:
             lines = [*table_lines(head, rows, right=range(1, len(head))), ""]
         for names, record in self._by_text(self.records):
             lines += textwrap.wrap(f"Record of {names}: {record}.", 79)
-        lines += [*textwrap.wrap(text, 79), *filter(None, [examples]), ""]
+        lines += textwrap.wrap(text, 79)
+        if examples:
+            lines.append(examples)
+        lines.append("")
         for names, reason in self._by_text(self.doubts):
             nothing = f"Nothing shows that the record covers the training of {names}: {reason}."
             lines += [*textwrap.wrap(nothing, 79), ""]
@@ -342,9 +345,8 @@ def plan(
             tables = _parse_shapes(model)
             stepped = tuple(table.name for table in tables)
         groups = _rotated_groups(rotate, tables)
-        checks.refuse(
-            {"The tables have no rows: there is nothing to plan.": not dense_bytes(tables)}
-        )
+        if not dense_bytes(tables):
+            raise ValueError("The tables have no rows: there is nothing to plan.")
         # Ranks that plan for different tables or budgets would recommend different candidates.
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate"] = [limit, groups]
@@ -466,7 +468,7 @@ def _of_kind(fitting: Fitting, kind: str, *dtypes: str) -> tuple[Choice, ...]:
 
 
 def _without_untouched(choice: Choice) -> str:
-    return " without the rows that training has never touched" if choice.candidate.levels else ""
+    return " without the rows never read" if choice.candidate.levels else ""
 
 
 def _without_headers(

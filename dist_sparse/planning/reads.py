@@ -60,6 +60,9 @@ class RowsByReads:
 # that have one, and the record as text. None where it holds no rows.
 _Local = str | tuple[bool, bool, float, int, str] | None
 
+# Which rows of each of this rank's shards of a table were read.
+Read = Mapping[Rect, Tensor]
+
 
 def rows_by_reads(
     model: nn.Module,
@@ -83,7 +86,15 @@ def rows_by_reads(
     world = world_group()
     with world.agreeing("plan()"):
         found = known_rows(model, located, optimizer, counts)
-        totals = [_local_reads(data, found[data.name]) for data in located]
+        read: dict[str, Read] = {}
+        totals: list[_Local] = []
+        for data in located:
+            known = found[data.name]
+            if isinstance(known, str):
+                totals.append(known)
+                continue
+            read[data.name] = read_rows(data, known)
+            totals.append(_local_reads(data, known, read[data.name]))
     # A table is known only if each rank knows all its shards.
     by_table = dict(zip(found, zip(*world.all_gather_json(totals), strict=True), strict=True))
     result = RowsByReads()
@@ -100,7 +111,7 @@ def rows_by_reads(
     with world.jointly("plan()"):
         # All ranks use one order, or groups that overlap would wait for each other.
         for ranks in sorted(by_ranks):
-            _count_rows(by_ranks[ranks], found, by_table, result)
+            _count_rows(by_ranks[ranks], found, read, by_table, result)
     # Ranks that share a table have counted the same. If the model is not wrapped, each rank has
     # counted its own copy: take the first one's counts. All but the flags, which each rank keeps
     # for itself.
@@ -132,13 +143,10 @@ def unread_share(
     return share_of("plan()", located, on_all_ranks(tables, reads.read), batches, True)
 
 
-def _local_reads(data: ShardedData, known: list[LookupRecord] | str) -> _Local:
+def _local_reads(data: ShardedData, known: list[LookupRecord], read: Read) -> _Local:
     """Return what this rank knows of the rows of its shards of a table."""
-    if isinstance(known, str):
-        return known
     if not known:
         return None
-    read = read_rows(data, known)
     for record, shard in zip(known, data.shards, strict=True):
         unread = Unread(data, shard.tensor, ~read[shard.rect], record.text())
         # This happens after weights were loaded without their optimizer state.
@@ -159,6 +167,7 @@ def _local_reads(data: ShardedData, known: list[LookupRecord] | str) -> _Local:
 def _count_rows(
     tables: Sequence[ShardedData],
     found: Mapping[str, list[LookupRecord] | str],
+    read: Mapping[str, Read],
     by_table: Mapping[str, Sequence[Any]],
     result: RowsByReads,
 ) -> None:
@@ -166,6 +175,7 @@ def _count_rows(
 
     Args:
         found: what :func:`~dist_sparse.optimizers.records` returned.
+        read: which rows of this rank's shards were read.
         by_table: what :func:`_local_reads` returned on each rank.
     """
     floors: dict[str, float] = {}
@@ -181,10 +191,10 @@ def _count_rows(
             dense.append(data)
         of_record[data.name] = texts[0]
     with_sums = [data for data in tables if data.name in floors]
-    read = _gather(tables, partial(_touched, found))
+    read_by_any = _gather(tables, partial(_read_here, read))
     often = _gather(with_sums, partial(_often, found, floors))
     nonzero = _gather(dense, _nonzero)
-    for name, rows in read.items():
+    for name, rows in read_by_any.items():
         # An L2 has no gradient for a row of zeros, such as the row of a padding_idx.
         unread = ~rows & nonzero.get(name, ~rows)
         if not rows.any():
@@ -233,13 +243,11 @@ def _shard_at(data: ShardedData, rect: Rect) -> int | None:
     return places.index(rect) if rect.numel else None
 
 
-def _touched(found: Mapping[str, Any], data: ShardedData, rect: Rect) -> Tensor:
-    """Return which rows of a shard were touched: bool ``(rect.rows,)`` on the CPU."""
-    shard = _shard_at(data, rect)
-    if shard is None:
-        return torch.zeros(rect.rows, dtype=torch.bool)
-    flags: Tensor = found[data.name][shard].touched()
-    return data.with_padding(data.shards[shard], flags).cpu()
+def _read_here(read: Mapping[str, Read], data: ShardedData, rect: Rect) -> Tensor:
+    """Return which rows of a shard were read: bool ``(rect.rows,)`` on the CPU."""
+    # A rank may have no shard at an empty rectangle.
+    nothing = torch.zeros(rect.rows, dtype=torch.bool)
+    return read[data.name].get(rect, nothing).cpu()
 
 
 def _often(

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dist_sparse.checks import choice, integer, refuse, sealed, unsealed
+from dist_sparse.checks import choice, integer, sealed, unsealed
 from dist_sparse.serving.books import ENTRIES
 from dist_sparse.serving.encodings import ENCODINGS, Dtype
 from dist_sparse.text import count, percent, size, table_lines
@@ -285,16 +285,17 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
     choices = {"pooling": get_args(Pooling), "dtype": ENCODINGS, "scale": get_args(Scale)}
     for key, known in choices.items():
         choice(f"{key} of {name!r}", entry[key], known)
-    is_coded, is_by_column = found.dtype == "codes", found.scale == "column"
+    is_coded = found.dtype == "codes"
     groups = integer("groups", found.groups, least=1, of=name) if is_coded else 1
     if found.turned is not None:
         integer("turned", found.turned, least=found.dim, most=_MOST_COLUMNS, of=name)
-    wrong = {
-        "default_row": not isinstance(found.default_row, bool),
-        "scale": is_by_column and found.dtype != "int4",
-        "groups": found.dim % groups != 0 or (found.groups is None) == is_coded,
-    }
-    refuse({f"Invalid {key} of {name!r} beside the other entries": wrong[key] for key in wrong})
+    beside = f"of {name!r} beside the other entries"
+    if not isinstance(found.default_row, bool):
+        raise ValueError(f"Invalid default_row {beside}")
+    if found.scale == "column" and found.dtype != "int4":
+        raise ValueError(f"Invalid scale {beside}")
+    if found.dim % groups != 0 or (found.groups is None) == is_coded:
+        raise ValueError(f"Invalid groups {beside}")
     return found
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import refuse
 from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.replacing import CollectionSite, EmbeddingSite, sites_of
 from dist_sparse.compaction.tables import padding_id_of
@@ -115,17 +114,22 @@ def refuse_lookup(name: str, module: Any) -> None:
     Raises:
         ValueError: names the table.
     """
-    padding = padding_id_of(module) if isinstance(module, nn.EmbeddingBag) else None
-    # max_norm would write to the table.
-    has_norm, is_max = module.max_norm is not None, getattr(module, "mode", "") == "max"
-    rules = {
-        f"max_norm={module.max_norm} changes rows when they are looked up": has_norm,
-        "mode='max' can't be served; 'sum' and 'mean' can": is_max,
-        f"padding_idx={padding} of an EmbeddingBag can't be served; leave those ids out of bags": (
-            padding is not None
-        ),
-    }
-    refuse({f"Table {name!r}: {reason}.": rules[reason] for reason in rules})
+    table = f"Table {name!r}:"
+    # Lookups would write to the table.
+    if module.max_norm is not None:
+        raise ValueError(
+            f"{table} max_norm={module.max_norm} changes rows when they are looked up."
+        )
+    if not isinstance(module, nn.EmbeddingBag):
+        return
+    if module.mode == "max":
+        raise ValueError(f"{table} mode='max' can't be served; 'sum' and 'mean' can.")
+    padding = padding_id_of(module)
+    if padding is not None:
+        raise ValueError(
+            f"{table} padding_idx={padding} of an EmbeddingBag can't be served; leave those ids"
+            " out of bags."
+        )
 
 
 def _embedding_of(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) -> Collection:
@@ -342,14 +346,6 @@ def _served_table(data: ShardedData, lookup: Lookup, stored: Tensor) -> ServedTa
         # The table was compacted, and then lost more rows to masks: both must keep an id.
         kept[kept.clone()] = stored[: index.num_kept]
     return ServedTable(data=data, rows=data, lookup=lookup, stored=stored, kept=kept)
-
-
-def check_range(located: Sequence[ShardedData], dtype: str) -> None:
-    """Refuse weights on this rank that are not finite in ``dtype``. Local: call it in
-    ``agreeing()``, which raises on all ranks."""
-    for data in located:
-        for shard in data.shards:
-            refuse_range(data.name, shard.tensor, dtype)
 
 
 def refuse_range(name: str, weights: Tensor, dtype: str) -> None:

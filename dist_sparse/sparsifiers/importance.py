@@ -281,18 +281,14 @@ class ImportanceSparsifier(DataNormSparsifier):
                 f"{level} can't prove that its record covers the training: {doubt}. If it does,"
                 " pass trust_record=True."
             )
-        checks.refuse(
-            {
-                f"{level} removes whole rows: the block must be 'row', not {block}.": block != row,
-                f"{level} needs all lookups, and decay={self.decay} forgets old ones.": (
-                    self.decay < 1
-                ),
-                f"{level} can't tell the rows of copies that are trained apart.": data.copied,
-                f"{level} applies to each table by itself: scope='global' moves it.": (
-                    self.scope == "global"
-                ),
-            }
-        )
+        if block != row:
+            raise ValueError(f"{level} removes whole rows: the block must be 'row', not {block}.")
+        if self.decay < 1:
+            raise ValueError(f"{level} needs all lookups, and decay={self.decay} forgets old ones.")
+        if data.copied:
+            raise ValueError(f"{level} can't tell the rows of copies that are trained apart.")
+        if self.scope == "global":
+            raise ValueError(f"{level} applies to each table by itself: scope='global' moves it.")
 
     def unknown_tables(self, located: Located) -> list[str]:
         """Return the tables of ``located`` whose score needs Adagrad's sums but that no Adagrad

@@ -238,16 +238,6 @@ def knows_removed_rows(data: ShardedData, block: Block) -> bool:
     return block[1] >= data.shape[1] or data.has_whole_rows
 
 
-def counted_rows(packed: PackedStore, data: ShardedData) -> list[tuple[Tensor, Tensor]]:
-    """Return for each shard that this rank counts which rows are removed, and the lookups of each:
-    ``(bool (rows,), float64 (rows,))`` on the CPU; none if lookups are not counted. Local."""
-    found = []
-    for held in packed.table(data.name).leftmost:
-        if held.counts.numel():
-            found.append((held.mask.dead_rows().cpu(), held.counts.cpu().double()))
-    return found
-
-
 def _lookups_on_device(table: TableMasks, data: ShardedData) -> Tensor | None:
     """Return all lookups of this rank's part of a table, and the lookups of its removed rows: int64
     ``(2,)``, on the device of the masks. They are counted if the score needs counts, and sampled by
@@ -316,6 +306,11 @@ class Masks:
         self.undo: Undo | None = None
         self.recorder: Recorder | None = None
         self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    @property
+    def rotated_groups(self) -> Sequence[Sequence[str]]:
+        """The rotated tables, grouped as they are rotated together; none if nothing is rotated."""
+        return () if self.rotation is None else self.rotation.groups
 
     def forget_update(self) -> None:
         """Release what is kept of the last mask update: masks or weights are being replaced in

@@ -456,7 +456,8 @@ class PackedStore:
         for held, (mask, _) in zip(table.shards, made.masks, strict=True):
             # If nothing changes, these are the same objects, and enforcers keep their state.
             shards.append(held if mask is held.mask else Held(mask, held.counts))
-        self.version += shards != table.shards
+        if shards != table.shards:
+            self.version += 1
         table.shards, table.tiling = shards, data.tiling
         table.block, table.removed = made.block, made.removed
         table.updates += 1

@@ -341,7 +341,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         blocks = data.grid(block).blocks
         k = round(level * blocks)
         measure = self.element_measure(data.name, config)
-        if data.name in chain(*getattr(self.masks.rotation, "groups", ())):
+        rotation = self.masks.rotation
+        if rotation is not None and data.name in chain(*rotation.groups):
             # A rotation sorts the columns by norm, so the last ones hold the least.
             measure = partial(_places, data.shape[1])
         floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)

@@ -22,7 +22,6 @@ import torchrec
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.checks import refuse
 from dist_sparse.groups import several
 from dist_sparse.tables.protocols import KeptOf, TableCollection, TableConfig
 from dist_sparse.tables.shards import (

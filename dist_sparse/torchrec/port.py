@@ -7,7 +7,7 @@ the arithmetic of training stays the same.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,64 +82,63 @@ def dense_layers(model: nn.Module) -> nn.Module:
 
 def compact_refusal(model: Any, module: Any) -> str | None:
     """Return why a collection of ``model`` can't be compacted, or None."""
-    tables: Any = collection(module)
-    means = [table.name for table in tables.tables if table.pooling == "mean"]
+    return next(_reasons_against_compacting(model, module), None)
+
+
+def _reasons_against_compacting(model: Any, module: Any) -> Iterator[str]:
     # Unsharded processors are not an obstacle: they weight the ids before the collection removes
     # some.
     processor = ShardedFeatureProcessedEmbeddingBagCollection
-    is_processed = any(
-        isinstance(outer, processor) and module in outer.modules() for outer in model.modules()
-    )
-    around = _wrapper_reasons(model) if is_sharded_model(model) else _module_reasons(module)
-    reasons = {
-        "a feature processor weights ids by their positions, which removed ids would shift": (
-            is_processed
-        ),
-        **around,
-        # Pipelines set their own function as the instance's forward.
-        "a train pipeline has replaced its forward; call pipeline.detach() first": (
-            getattr(module.forward, "__self__", None) is not module
-        ),
-        "it has weighted means, which TorchRec divides differently in different shardings; use"
-        " weighted sums": tables.weighted and means,
-        "it has means of row-wise tables beside tables of other sharding types, and TorchRec"
-        " divides those too; give them collections of their own": _misdivided(module, means),
-        "need_indices=True is not supported": tables.needs_indices,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    for outer in model.modules():
+        if isinstance(outer, processor) and module in outer.modules():
+            yield (
+                "a feature processor weights ids by their positions, which removed ids would shift"
+            )
+    if is_sharded_model(model):
+        yield from _reasons_of_wrapper(model)
+    else:
+        yield from _reasons_of_module(module)
+    # Pipelines set their own function as the instance's forward.
+    if getattr(module.forward, "__self__", None) is not module:
+        yield "a train pipeline has replaced its forward; call pipeline.detach() first"
+    tables: Any = collection(module)
+    means = [table.name for table in tables.tables if table.pooling == "mean"]
+    if tables.weighted and means:
+        yield (
+            "it has weighted means, which TorchRec divides differently in different shardings; use"
+            " weighted sums"
+        )
+    if _misdivided(module, means):
+        yield (
+            "it has means of row-wise tables beside tables of other sharding types, and TorchRec"
+            " divides those too; give them collections of their own"
+        )
+    if tables.needs_indices:
+        yield "need_indices=True is not supported"
 
 
-def _module_reasons(module: nn.Module) -> dict[str, bool]:
-    """Return reasons against compacting a collection in a model without TorchRec's wrapper, and
-    whether each holds."""
-    return {
-        "it is sharded, but the model is not a DistributedModelParallel; pass that": (
-            is_sharded(module)
-        ),
-        "its optimizer runs in the backward though it is not sharded; shard the model first": (
-            any(map(steps_in_backward, module.parameters()))
-        ),
-    }
+def _reasons_of_module(module: nn.Module) -> Iterator[str]:
+    """Yield reasons against compacting a collection in a model without TorchRec's wrapper."""
+    if is_sharded(module):
+        yield "it is sharded, but the model is not a DistributedModelParallel; pass that"
+    if any(map(steps_in_backward, module.parameters())):
+        yield "its optimizer runs in the backward though it is not sharded; shard the model first"
 
 
-def _wrapper_reasons(model: Any) -> dict[str, bool]:
-    """Return reasons against compacting a DistributedModelParallel, and whether each holds."""
+def _reasons_of_wrapper(model: Any) -> Iterator[str]:
+    """Yield reasons against compacting a DistributedModelParallel."""
     # By exact class: DMPCollection, of 2-D parallelism, is a subclass.
     if type(model) is not DistributedModelParallel:
         name = type(model).__name__
-        return {
-            f"the model is a {name}; 2-D parallelism is not supported, DistributedModelParallel"
-            " is": True
-        }
+        yield (
+            f"the model is a {name}; 2-D parallelism is not supported, DistributedModelParallel is"
+        )
+        return
+    if model.model_trackers:
+        yield "the model tracks its ids; compact it before the tracker is initialized"
     wrapper = type(dense_layers(model))
-    return {
-        "the model tracks its ids; compact it before the tracker is initialized": (
-            bool(model.model_trackers)
-        ),
-        f"its dense part is wrapped in {wrapper.__name__}; DistributedDataParallel works": (
-            wrapper not in (DistributedDataParallel, type(unwrapped(model)))
-        ),
-    }
+    if wrapper not in (DistributedDataParallel, type(unwrapped(model))):
+        yield f"its dense part is wrapped in {wrapper.__name__}; DistributedDataParallel works"
 
 
 def _plan_of(module: Any) -> dict[str, ParameterSharding]:

@@ -606,13 +606,16 @@ def budget_levels(
     room = budget_bytes(args.budget, total)
     # What no scope can go below: floors hold over all tables together too.
     least = served({table.data.name: table.most_removed(is_global=False) for table in tables})
-    most = f"all tables take {total}, so that nothing would be removed."
-    few = (
-        f"{least} are the least. Tables that are left dense take {dense} of them, and of each other"
-        " table its floor or one block stays."
-    )
-    of = f"Invalid budget of {room} bytes"
-    checks.refuse({f"{of}: {most}": room >= total, f"{of}: {few}": room < least})
+    if room >= total:
+        raise ValueError(
+            f"Invalid budget of {room} bytes: all tables take {total}, so that nothing would be"
+            " removed."
+        )
+    if room < least:
+        raise ValueError(
+            f"Invalid budget of {room} bytes: {least} are the least. Tables that are left dense"
+            f" take {dense} of them, and of each other table its floor or one block stays."
+        )
     blocks = {table.data.name: table.blocks for table in tables}
     limits = {table.data.name: table.most_removed(is_global) for table in tables}
     removed = fewest_removed(blocks, limits, lambda removed: served(removed) <= room)
@@ -641,18 +644,14 @@ class _PrunedTable:
         shape = self.data.shape
         block = self.block
         needs = f"Table {self.data.name!r}: a budget needs"
-        checks.refuse(
-            {
-                f"{needs} blocks that divide {shape}; {block} do not.": (
-                    shape[0] % block[0] or shape[1] % block[1]
-                ),
-                # An artifact stores zeros within kept rows; only compact() makes a rotated table
-                # narrower.
+        if shape[0] % block[0] or shape[1] % block[1]:
+            raise ValueError(f"{needs} blocks that divide {shape}; {block} do not.")
+        # An artifact stores zeros within kept rows; only compact() makes a rotated table narrower.
+        if block[1] < shape[1] and not self.group:
+            raise ValueError(
                 f"{needs} whole rows, or columns that are rotated; blocks of {block} are served as"
-                " zeros, and save no bytes. Give a level instead.": block[1] < shape[1]
-                and not self.group,
-            }
-        )
+                " zeros, and save no bytes. Give a level instead."
+            )
 
     @cached_property
     def blocks(self) -> int:

@@ -234,7 +234,7 @@ class SparseTraining:
         """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until
         an optimizer changes them. Warns if the last mask update of the schedule has not
         happened."""
-        if self._detached():
+        if self._detach_parts():
             self.warn_of_early_end()
 
     def __enter__(self) -> SparseTraining:
@@ -244,7 +244,7 @@ class SparseTraining:
         if error is None:
             self.detach()
         else:
-            self._detached()
+            self._detach_parts()
 
     def __repr__(self) -> str:
         step = self.scheduler.last_epoch
@@ -254,17 +254,14 @@ class SparseTraining:
             schedule = f"step {step}"
         elif step > end:
             schedule = f"step {step}, schedule ended at {end}"
-        parts: dict[str, object] = {
-            schedule: True,
-            f"{self._level_text()}by {self.sparsifier.scored_by}": True,
-            "over all tables": self.sparsifier.scope == "global",
-            number_of(len(self.sparsifier.data_groups), "table"): True,
-            f"{len(self.left_dense)} left dense": self.left_dense,
-            "attached": self.enforcer.attached,
-            "detached": not self.enforcer.attached,
-        }
-        shown = [part for part, holds in parts.items() if holds]
-        return f"SparseTraining({', '.join(shown)})"
+        parts = [schedule, f"{self._level_text()}by {self.sparsifier.scored_by}"]
+        if self.sparsifier.scope == "global":
+            parts.append("over all tables")
+        parts.append(number_of(len(self.sparsifier.data_groups), "table"))
+        if self.left_dense:
+            parts.append(f"{len(self.left_dense)} left dense")
+        parts.append("attached" if self.enforcer.attached else "detached")
+        return f"SparseTraining({', '.join(parts)})"
 
     def _level_text(self) -> str:
         """Return the lowest and the highest final level; empty for schedules without one."""
@@ -330,7 +327,7 @@ class SparseTraining:
             )
         self.scheduler.step()
 
-    def _detached(self) -> bool:
+    def _detach_parts(self) -> bool:
         """Detach; return whether it was attached."""
         attached = self.enforcer.attached
         self._hooks.remove()
@@ -499,7 +496,7 @@ def sparsify(
             more.rotate.rotate(sparsifier)
         training._replicas = replicas_of(walked.located)
     except BaseException:
-        training._detached()
+        training._detach_parts()
         raise
     emptied = [name for name, final in finals.items() if final == 1]
     if emptied:

@@ -121,16 +121,15 @@ def _parse(
     checks.keys("The entry 'floors' of the state", floors, set(), set(sparsifier.data_groups))
     score = checks.choice("score", parts["score"], SCORES)
     param = schedule["schedule_param"]
-    checks.refuse(
-        {
-            f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.": param
-            != scheduler.schedule_param,
-            # sparsify() attaches the counters of lookups: a state can't switch them on.
-            f"The state is scored by {score!r}: pass Advanced(score={score!r}) to sparsify().": (
-                (score == "frequency") != sparsifier.counts_lookups
-            ),
-        }
-    )
+    if param != scheduler.schedule_param:
+        raise ValueError(
+            f"Invalid state: its schedule is one of {param!r}, not of the sparsity level."
+        )
+    # sparsify() attaches the counters of lookups: a state can't switch them on.
+    if (score == "frequency") != sparsifier.counts_lookups:
+        raise ValueError(
+            f"The state is scored by {score!r}: pass Advanced(score={score!r}) to sparsify()."
+        )
     settings = {
         "scored_by": score,
         "scope": checks.choice("scope", parts["scope"], SCOPES),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import random
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +15,13 @@ from torch import nn
 from dist_sparse import COL, ROW, plan, sparsify
 from dist_sparse.checks import parse_budget
 from dist_sparse.cli import arguments as command_line
-from dist_sparse.planning.candidates import Candidate, Choices, shape_of
+from dist_sparse.planning.candidates import Candidate
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.training.arguments import (
     SparsifyArgs,
     budget_bytes,
     budget_levels,
-    dense_bytes,
 )
 from tests.keywords import nested
 
@@ -171,9 +169,8 @@ def test_a_percentage_without_its_sign_is_no_number_of_bytes(budget: int) -> Non
         plan(model, budget)
     with pytest.raises(ValueError, match=question):
         sparsify(model, torch.optim.SGD(model.parameters()), budget=budget, end=0)
-    for parse in (command_line.parse_budget, command_line.parse_share):
-        with pytest.raises(argparse.ArgumentTypeError, match=question):
-            parse(str(budget))
+    with pytest.raises(argparse.ArgumentTypeError, match=question):
+        command_line.parse_budget(str(budget))
 
 
 @pytest.mark.parametrize("block", [(1, 2), (1, 1), (COL, 1)], ids=str)
@@ -200,43 +197,6 @@ def test_a_small_table_keeps_a_row_of_a_common_budget() -> None:
     located = tables_of(model)
     levels = budget_levels(arguments(budget="3%", scope="global"), located, located, {})
     assert levels["b"] == 15 / 16 and levels["a"] > 0.98
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("seed", range(5))
-def test_candidates_keep_the_same_rows(seed: int, dtype: torch.dtype) -> None:
-    """Of tables of any shapes and for any budget, in bytes or as a share, with or without tables
-    that stay whole."""
-    rng = random.Random(seed)
-    stored = {torch.float32: "fp32", torch.float16: "fp16"}[dtype]
-    for _ in range(40):
-        model = nn.ModuleDict()
-        for name in "abcd"[: rng.randint(1, 4)]:
-            rows, width = rng.randint(16, 3000), rng.choice([1, 4, 6, 16, 50])
-            model[name] = nn.EmbeddingBag(rows, width, dtype=dtype, device="meta")
-            model[name].to_empty(device="cpu")
-        tables = tables_of(model)
-        total = dense_bytes(tables.values())
-        budget: Any = rng.choice([rng.uniform(0.05, 0.95), rng.randint(total // 10, total - 1)])
-        kept_whole = sorted(tables)[1 : rng.randint(1, 2)]
-        pruned = {name: data for name, data in tables.items() if name not in kept_whole}
-        choices = Choices(
-            tables=[shape_of(data) for data in tables.values()],
-            budget=budget_bytes(parse_budget(budget), total),
-            groups=(),
-            untouched={},
-            prunable=tuple(pruned),
-        )
-        choice = choices.fewest_rows(Candidate(dtype=stored))
-        try:
-            levels = budget_levels(arguments(budget=budget), tables, pruned, {})
-        except ValueError as error:
-            assert "are the least" in str(error) and not choice.fits
-            continue
-        assert choice.fits
-        for name, data in pruned.items():
-            rows = data.shape[0]
-            assert rows - round(levels[name] * rows) == choice.candidate.shape(shape_of(data))[0]
 
 
 def test_a_share_is_rounded_down() -> None:

@@ -1,8 +1,9 @@
 """The command of this extra: `frontier`. Needs no torch."""
 
 import argparse
+import re
 
-from dist_sparse.cli.arguments import model_and_evaluate, parse_share, parse_tolerance
+from dist_sparse.cli.arguments import model_and_evaluate, parse_budget
 from dist_sparse.cli.commands import (
     FUNCTION,
     JSON,
@@ -92,3 +93,34 @@ def _frontier(options: argparse.Namespace) -> int:
         out=options.out,
     )
     return print_result(options, measured.to_json(), str(measured))
+
+
+def parse_share(text: str) -> float:
+    """Return ``10%`` as 0.1.
+
+    Raises:
+        argparse.ArgumentTypeError: not a percentage.
+    """
+    # Refuses 1 to 99, and asks for the sign.
+    if re.fullmatch(r"\d{1,2}", text, re.ASCII):
+        parse_budget(text)
+    rule = f"share {text!r}: must be a percentage such as 10%, at most 100%"
+    return float(_match(r"(100|\d?\d(?:\.\d+)?) ?%", text, rule)[1]) / 100
+
+
+def parse_tolerance(text: str) -> float:
+    """Return a difference of a metric.
+
+    Raises:
+        argparse.ArgumentTypeError: not a number of at least 0.
+    """
+    rule = f"{text!r}: must be a number such as 0.002, at least 0"
+    return float(_match(r"(\d+|\d*\.\d+)(e-\d+)?", text, rule)[0])
+
+
+def _match(pattern: str, text: str, rule: str) -> re.Match[str]:
+    # ASCII: \d would match digits of other scripts.
+    match = re.fullmatch(pattern, text, re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"Invalid {rule}.")
+    return match

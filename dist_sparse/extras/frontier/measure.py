@@ -25,7 +25,7 @@ from torch import nn
 from dist_sparse import checks
 from dist_sparse.checks import refuse_special, refusing, write_whole
 from dist_sparse.extras.frontier.methods import BUDGETS, METHODS
-from dist_sparse.extras.frontier.trials import check_candidate, serving
+from dist_sparse.extras.frontier.trials import check_candidate, refuse_infinite, serving
 from dist_sparse.groups import rank_in, world_group
 from dist_sparse.planning.candidates import (
     BY_COLUMN,
@@ -37,13 +37,17 @@ from dist_sparse.planning.candidates import (
 )
 from dist_sparse.planning.reads import rows_by_reads
 from dist_sparse.serving.encodings import UNCODED
-from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.pieces import hash_tensor
 from dist_sparse.tables.bases import TableGroups, rotation_groups
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Located, ShardedData
 from dist_sparse.text import percent, progress, table_lines
-from dist_sparse.training.arguments import budget_bytes, dense_bytes, protected
+from dist_sparse.training.arguments import (
+    budget_bytes,
+    dense_bytes,
+    fewest_removed,
+    protected,
+)
 
 _METHOD_OF_KIND = {"full": "bits", "small": "small", "columns": "rotated"}
 
@@ -306,11 +310,11 @@ def frontier(
     # The default is the first metric that evaluate() returns.
     metric = checks.choice("metric", metric or next(iter(full)), full)
     table_bytes = dense_bytes(tables)
-    choices = Choices(tables=tables, budget=0, groups=groups, untouched=untouched, prunable=pruned)
+    choices = Choices(tables=tables, budget=0, groups=groups, untouched=untouched)
     trials = []
     for share in shares:
         within = replace(choices, budget=budget_bytes(share, table_bytes))
-        trials += trials_of(within, share, chosen, dtypes, trains=train is not None)
+        trials += trials_of(within, share, chosen, dtypes, pruned, trains=train is not None)
     # All budgets in one call: a trial that several budgets share is measured once.
     result = Frontier(
         table_bytes=table_bytes,
@@ -359,17 +363,45 @@ def _share(budget: Any) -> float:
     return checks.level("budgets", share)
 
 
+def fewest_rows(choices: Choices, candidate: Candidate, prunable: Sequence[str]) -> Choice:
+    """Return a candidate with its ``prunable`` tables at the lowest common level at which all
+    tables fit, or at the highest below 1 if none fits."""
+    pruned = [table for table in choices.tables if table.name in prunable]
+    # Outside the search, which changes only pruned tables.
+    fixed = candidate.served_bytes(choices.tables).total - candidate.served_bytes(pruned).total
+    room = choices.budget - fixed
+    rows = {table.name: table.shape[0] for table in pruned}
+
+    def without(removed: Mapping[str, int]) -> Candidate:
+        levels = {name: removed[name] / max(rows[name], 1) for name in rows}
+        return replace(candidate, levels=levels)
+
+    # As sparsify(budget=) does: a table keeps at least one row.
+    removed = fewest_removed(
+        rows,
+        {name: max(count - 1, 0) for name, count in rows.items()},
+        lambda removed: without(removed).served_bytes(pruned).total <= room,
+    )
+    return choices.priced("rows", without(removed))
+
+
 def trials_of(
-    choices: Choices, share: float, methods: Sequence[str], dtypes: Sequence[str], *, trains: bool
+    choices: Choices,
+    share: float,
+    methods: Sequence[str],
+    dtypes: Sequence[str],
+    prunable: Sequence[str],
+    *,
+    trains: bool,
 ) -> list[Trial]:
     """Return what to try within a budget. Where a dtype alone meets it, nothing else is removed.
 
     Args:
-        choices: the tables and the budget. All ``prunable`` tables lose the same fraction of rows;
-            only a method of its own removes the untouched rows.
+        choices: the tables and the budget. Only a method of its own removes the untouched rows.
         share: the budget as a fraction of the tables' bytes.
         methods: some of :data:`METHODS`.
         dtypes: dtypes of the stored weights, for methods that are not named after a dtype.
+        prunable: tables that may lose rows that training has touched, all the same fraction.
         trains: whether models with fewer columns can be trained.
     """
     # These methods keep untouched rows: "untouched" alone is credited for their bytes.
@@ -380,7 +412,7 @@ def trials_of(
         by_method.append((_METHOD_OF_DTYPE.get(dtype, _METHOD_OF_KIND[choice.kind]), choice))
         if choice.kind == "full" and not choice.fits:
             # Tables of a dtype that fit by losing rows.
-            by_method.append(("rows", all_rows.fewest_rows(choice.candidate)))
+            by_method.append(("rows", fewest_rows(all_rows, choice.candidate, prunable)))
     by_method += [("untouched", choices.choice("full", dtype, 1.0)) for dtype in dtypes]
     # fp16 needs no scales and no calibration: it is measured whatever `dtypes` says.
     dtypes_of = {"bits": {*dtypes, "fp16"}, "column": {BY_COLUMN}, "codes": {*CODED}}
@@ -450,7 +482,7 @@ class _Measurements:
                 refuse_special(self._folder / _RESULT, link=True)
             located = ModelTables(model).locate()
             # Names the table whose weights are not finite; a metric of NaN would not.
-            check_range(located, "fp32")
+            refuse_infinite(located, "fp32")
             facts["tables"] = [[data.name, data.shape, str(data.dtype)] for data in located]
         self.full = self._metrics(model, evaluate)
         # Lines in the file with another fingerprint are of another model.

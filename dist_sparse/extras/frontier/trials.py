@@ -24,7 +24,7 @@ from dist_sparse.optimizers import fused_sums
 from dist_sparse.planning.candidates import BY_COLUMN, Candidate, shape_of
 from dist_sparse.serving.books import decode_books
 from dist_sparse.serving.encodings import ColumnSpread, Dtype, chunks, decode, encode
-from dist_sparse.serving.sources import check_range, model_lookups
+from dist_sparse.serving.sources import model_lookups, refuse_range
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ROW, Located, ShardedData, check_writable
@@ -71,7 +71,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
         # Called for its errors: export() refuses tables whose lookup it does not know.
         model_lookups(model, tables)
         check_candidate(model, candidate, located)
-        check_range(tables, "fp32")
+        refuse_infinite(tables, "fp32")
         facts["candidate"] = asdict(candidate)
         weights: list[Tensor] = []
         for data in tables:
@@ -89,7 +89,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
             with world.agreeing("a trial"):
                 for data in tables:
                     dtype: Any = candidate.dtype_of(shape_of(data))
-                    check_range([data], "int4" if dtype == BY_COLUMN else dtype)
+                    refuse_infinite([data], "int4" if dtype == BY_COLUMN else dtype)
             for data in tables:
                 _round(data, candidate, bases.get(data.name))
         yield
@@ -118,6 +118,14 @@ def check_candidate(model: nn.Module, candidate: Candidate, located: Located) ->
     for data in located.values():
         # Rows are scored and rounded whole, and each copy has rows of its own.
         refuse_cut_copies(data, "tried")
+
+
+def refuse_infinite(tables: Iterable[ShardedData], dtype: str) -> None:
+    """Refuse weights on this rank that are not finite in ``dtype``. Local: call it in
+    ``agreeing()``, which raises on all ranks."""
+    for data in tables:
+        for shard in data.shards:
+            refuse_range(data.name, shard.tensor, dtype)
 
 
 def _check_rotated(model: nn.Module, candidate: Candidate, located: Located) -> None:

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import integer, name_list, number, plain, refuse
+from dist_sparse.checks import integer, name_list, number, plain
 from dist_sparse.extras.optim.gradients import (
     NO_SCALER,
     Claim,
@@ -422,23 +422,23 @@ class OptimScheduler(abc.ABC):
         averages = self.distributed and (world_ranks() is not None or self.accum_grad > 1)
         # The gradients of fused tables are never materialized.
         fused = self._wiring.fused
-        rules = {
-            f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": (
-                amp_dtype not in (torch.float16, torch.bfloat16)
-            ),
-            "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.": (
-                scheduler is not None
-                and getattr(scheduler, "data_sparsifier", scheduler) is not self.data_sparsifier
-            ),
-            f"Invalid distributed=True: {type(self.model).__name__} does not average gradients"
-            " over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first.": (
-                averages and not self._wiring.replicating
-            ),
-            f"Invalid use_amp=True with float16: {_WHY_FUSED}": fused
-            and self._scaling.is_enabled(),
-            f"Invalid accum_grad={self.accum_grad}: {_WHY_FUSED}": fused and self.accum_grad > 1,
-        }
-        refuse(rules)
+        if amp_dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
+        # A scheduler of another class may not say what it schedules.
+        scheduled = getattr(scheduler, "data_sparsifier", scheduler)
+        if scheduler is not None and scheduled is not self.data_sparsifier:
+            raise ValueError(
+                "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
+            )
+        if averages and not self._wiring.replicating:
+            raise ValueError(
+                f"Invalid distributed=True: {type(self.model).__name__} does not average gradients"
+                " over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first."
+            )
+        if fused and self._scaling.is_enabled():
+            raise ValueError(f"Invalid use_amp=True with float16: {_WHY_FUSED}")
+        if fused and self.accum_grad > 1:
+            raise ValueError(f"Invalid accum_grad={self.accum_grad}: {_WHY_FUSED}")
 
     # Which phases a step runs.
 

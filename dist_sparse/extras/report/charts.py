@@ -20,8 +20,9 @@ from dist_sparse.extras.report.summary import (
     described,
     seed_spread,
 )
+from dist_sparse.extras.report.words import short
 from dist_sparse.records import MaskChange
-from dist_sparse.text import count, number_of, percent, short, size
+from dist_sparse.text import count, number_of, percent, size
 
 Point = tuple[float, float | None]
 

@@ -18,7 +18,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from dist_sparse.extras.report.charts import Chart, Line
-from dist_sparse.text import amount, percent, printable, short, size
+from dist_sparse.extras.report.words import amount, short
+from dist_sparse.text import percent, printable, size
 
 # Colors of the first run, of compared ones, whose number selects theirs, and of the rest.
 _MAIN = "#1d5fc4"

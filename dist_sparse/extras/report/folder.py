@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 
 import dist_sparse
 from dist_sparse.checks import part_of, refuse_special, write_whole
-from dist_sparse.text import shortened
+from dist_sparse.extras.report.words import shortened
 
 # Version of the folder's layout; a reader refuses others.
 FORMAT = 3

@@ -29,8 +29,8 @@ from dist_sparse.extras.report.summary import (
     recommended,
     table_rows,
 )
+from dist_sparse.extras.report.words import amount
 from dist_sparse.text import (
-    amount,
     block_shape_text,
     count,
     duration,

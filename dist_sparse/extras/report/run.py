@@ -33,13 +33,13 @@ from dist_sparse.extras.report.folder import (
     read_lines,
 )
 from dist_sparse.extras.report.typed import Kind, kinds_of, refuse_wrong, refusing
+from dist_sparse.extras.report.words import shortened
 from dist_sparse.records import (
     GuardCheck,
     MaskChange,
     StepRecord,
     TableStats,
 )
-from dist_sparse.text import shortened
 
 # ------------------------------------------------------------------------------
 # Artifacts of a run, their bytes and quality, in ``artifacts.json``.

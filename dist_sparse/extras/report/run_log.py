@@ -40,13 +40,14 @@ from dist_sparse.checks import integer
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.extras.report.folder import LogFile, check_config, check_log, open_log
 from dist_sparse.extras.report.summary import table_json
+from dist_sparse.extras.report.words import shortened
 from dist_sparse.groups import group_over, world_group
 from dist_sparse.records import GuardCheck, StepRecord
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.masks import counted_rows, knows_removed_rows, removed_lookups
+from dist_sparse.sparsifiers.masks import knows_removed_rows, removed_lookups
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData
-from dist_sparse.text import printable, shortened
+from dist_sparse.text import printable
 from dist_sparse.training.sparsify import SparseTraining
 
 # Scalars of a mask update for sinks: their names, and the attributes of MaskChange.
@@ -361,8 +362,10 @@ def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, dict[str, Any]]:
         if knows_removed_rows(data, packed.table(name).block):
             # Rows: kept, removed. Columns: rows by octave, then their lookups.
             sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)
-            for dead, lookups in counted_rows(packed, data):
-                _add_rows(sums, dead, lookups)
+            for held in packed.table(name).leftmost:
+                # Shards whose lookups another shard counts have no counts.
+                if held.counts.numel():
+                    _add_rows(sums, held.mask.dead_rows().cpu(), held.counts.cpu().double())
             kept, removed = group_over(data.ranks).all_reduce(sums).tolist()
             traffic[name] = {"kept": kept[:-1], "removed": removed[:-1]}
             traffic[name] |= {"kept_lookups": kept[-1], "removed_lookups": removed[-1]}

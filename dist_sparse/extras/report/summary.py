@@ -25,6 +25,7 @@ from dist_sparse.extras.report.run import (
     target_of,
     total,
 )
+from dist_sparse.extras.report.words import shortened
 from dist_sparse.records import TableStats
 from dist_sparse.text import (
     block_shape_text,
@@ -33,7 +34,6 @@ from dist_sparse.text import (
     percent,
     printable,
     shape_text,
-    shortened,
     size,
     table_lines,
     wrapped,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from dist_sparse.text import shortened
+from dist_sparse.extras.report.words import shortened
 
 # Types of JSON, as text for errors: one value, and several.
 _TEXTS = {

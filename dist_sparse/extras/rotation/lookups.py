@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dist_sparse.checks import refuse
 from dist_sparse.tables.bases import BASIS
 from dist_sparse.tables.modules import modules_by_path, torchrec_port
 from dist_sparse.tables.shards import ShardedData
@@ -50,17 +49,16 @@ def find_lookup(models: Sequence[nn.Module], data: ShardedData) -> TableLookup:
         module, outputs, is_processed = _module_at(modules, path)
         if module is not None:
             holders = _modules_with_weight(modules, data)
-            refusals = {
-                "a feature processor reads its collection without calling it": is_processed,
-                "its rows are pooled by their maximum": getattr(module, "mode", "sum") == "max",
-                "max_norm renormalizes its rows": getattr(module, "max_norm", None) is not None,
-                f"the modules {holders} share its weight": len(holders) > 1,
-            }
-            _refuse_rotation(data, refusals)
+            if is_processed:
+                raise _refusal(data, "a feature processor reads its collection without calling it")
+            if getattr(module, "mode", "sum") == "max":
+                raise _refusal(data, "its rows are pooled by their maximum")
+            if getattr(module, "max_norm", None) is not None:
+                raise _refusal(data, "max_norm renormalizes its rows")
+            if len(holders) > 1:
+                raise _refusal(data, f"the modules {holders} share its weight")
             return TableLookup(modules, module, outputs)
-    raise ValueError(
-        f"Table {data.name!r} can't be rotated: it is in no model given to add_model()."
-    )
+    raise _refusal(data, "it is in no model given to add_model()")
 
 
 def find_lookup_for_dots(models: Sequence[nn.Module], data: ShardedData) -> None:
@@ -71,18 +69,22 @@ def find_lookup_for_dots(models: Sequence[nn.Module], data: ShardedData) -> None
     """
     lookup = find_lookup(models, data)
     reader = _reading_layer(lookup.modules, lookup.module)
-    refusals = {
-        'its output is rotated back, as rotate="table" does, so that dot products do not'
-        " read its rows": BASIS + data.name in lookup.root._buffers,
-        f"{reader} reads it, but only dot products may read tables that are rotated"
-        ' together; use rotate="table", which rotates outputs back': reader,
-    }
-    _refuse_rotation(data, refusals)
+    if BASIS + data.name in lookup.root._buffers:
+        raise _refusal(
+            data,
+            'its output is rotated back, as rotate="table" does, so that dot products do not read'
+            " its rows",
+        )
+    if reader:
+        raise _refusal(
+            data,
+            f"{reader} reads it, but only dot products may read tables that are rotated together;"
+            ' use rotate="table", which rotates outputs back',
+        )
 
 
-def _refuse_rotation(data: ShardedData, reasons: Mapping[str, object]) -> None:
-    where = f"Table {data.name!r} can't be rotated"
-    refuse({f"{where}: {reason}.": holds for reason, holds in reasons.items()})
+def _refusal(data: ShardedData, reason: str) -> ValueError:
+    return ValueError(f"Table {data.name!r} can't be rotated: {reason}.")
 
 
 def _module_at(

@@ -15,6 +15,7 @@ from tests.cli.test_width import MODEL, check_command
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--budget 5", "argument --budget: No table fits in 5 bytes. Did you mean 5%?"),
         ("--tolerance x", "argument --tolerance: Invalid 'x': must be a number such as 0.002, at"),
         ("--tolerance=-1", "argument --tolerance: Invalid '-1'"),
         ("--method rotatd", "; did you mean rotated?"),
@@ -44,7 +45,9 @@ def test_a_wrong_function_is_two_sentences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(Path(model).parent)
-    check_wrong_function(["frontier", f"{model}:{function}", "--budget", "10%"], message, status, capsys)
+    check_wrong_function(
+        ["frontier", f"{model}:{function}", "--budget", "10%"], message, status, capsys
+    )
 
 
 def test_a_wrong_table_is_one_sentence(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,12 +190,11 @@ def test_untouched_rows_are_a_method_of_their_own() -> None:
         tables=[TableShape("cross", (1000, 16))],
         budget=5_000,
         groups=(("cross",),),
-        prunable=("cross",),
         untouched={"cross": 750},
     )
     by_method: dict[str, list[Candidate]] = {}
     methods = ["bits", "untouched", "rows"]
-    for trial in trials_of(choices, 0.1, methods, ["fp32", "int4"], trains=True):
+    for trial in trials_of(choices, 0.1, methods, ["fp32", "int4"], ["cross"], trains=True):
         by_method.setdefault(trial.method, []).append(trial.candidate)
     assert "bits" not in by_method
     assert [each.dtype for each in by_method["untouched"]] == ["int4"]

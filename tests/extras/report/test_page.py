@@ -18,8 +18,9 @@ from dist_sparse.extras.report.drawing import svg_of
 from dist_sparse.extras.report.folder import LINES, RUN
 from dist_sparse.extras.report.page import page
 from dist_sparse.extras.report.run import Run, read_run
+from dist_sparse.extras.report.words import amount
 from dist_sparse.extras.report.writing import write_report
-from dist_sparse.text import amount, duration, number_of, percent, size
+from dist_sparse.text import duration, number_of, percent, size
 from tests.extras.report.folders import DRIVING, HOSTILE, edit, full_disk, write_many
 from tests.extras.report.test_run_log import train
 
