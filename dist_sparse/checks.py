@@ -286,7 +286,7 @@ def plain(value: Any) -> Any:
     return value.item() if is_scalar else value
 
 
-def encode(value: Json) -> bytes:
+def json_bytes(value: Json) -> bytes:
     """Return any value as JSON, with sorted keys.
 
     It never raises, because an error on one rank would leave the others waiting. A value that JSON
@@ -313,7 +313,7 @@ def _json_text(value: Json) -> str:
 
 def digest(value: Json) -> int:
     """Return a 64-bit hash of any value as a signed int, which fits an int64 tensor."""
-    hashed = hashlib.blake2b(encode(value), digest_size=8).digest()
+    hashed = hashlib.blake2b(json_bytes(value), digest_size=8).digest()
     return int.from_bytes(hashed, "little", signed=True)
 
 

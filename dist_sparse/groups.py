@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_sparse.checks import Json, digest, encode, number
+from dist_sparse.checks import Json, digest, json_bytes, number
 from dist_sparse.group_names import named_by_ranks
 from dist_sparse.kept_buffers import KeptBuffers
 from dist_sparse.messages import (
@@ -268,7 +268,7 @@ class Group:
     def all_gather_json(self, value: Json) -> list[Json]:
         """Return every rank's JSON value, in group order. Collective over the group; two messages
         (lengths, then bytes)."""
-        raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        raw = torch.frombuffer(bytearray(json_bytes(value)), dtype=torch.uint8)
         return [json.loads(bytes(part.tolist())) for part in self.all_gather_parts(raw)]
 
     def agree(self, action: str, facts: Facts, error: Exception | None = None) -> None:

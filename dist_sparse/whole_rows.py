@@ -37,7 +37,7 @@ def change_rows_(data: ShardedData, change: Callable[[Tensor], Tensor], group: G
     Args:
         change: takes some whole rows, ``(n, columns)``, and returns as many, in any floating dtype.
     """
-    readers = [list(dict.fromkeys(map(rows_of, rects))) for rects in data.tiling]
+    readers = [list(dict.fromkeys(map(row_span, rects))) for rects in data.tiling]
     for span, rows in whole_rows(data, group, readers):
         # All that takes memory comes before the writes of a chunk, and may be done twice.
         for place, changed in finish(partial(_changed_parts, data, change, span, rows)):
@@ -52,7 +52,7 @@ def _changed_parts(
     parts = []
     # A rank may hold several shards of the same rows.
     for rect, weight in data.shards:
-        if _overlap(span, rows_of(rect)) == span:
+        if _overlap(span, row_span(rect)) == span:
             # A copy: the last part of a result may be a view of what is written first.
             own = changed[:, rect.col : rect.col_end].to(weight.dtype, copy=True)
             parts.append((weight.data[within(span, rect.row)], own))
@@ -76,7 +76,7 @@ def whole_rows(
             yield from _assembled_rows(data, group, readers, range(top, top + step))
         return
     # Readers have their rows whole: nothing is sent.
-    held = {rows_of(rect): weight.data for rect, weight in data.shards}
+    held = {row_span(rect): weight.data for rect, weight in data.shards}
     for rows in readers[group.rank]:
         for start in range(0, len(rows), step):
             # A slice of a range is a range.
@@ -102,7 +102,7 @@ def _assembled_rows(
     for sender, reader in product(range(group.size), repeat=2):
         for rect, wanted in product(data.owned(sender), readers[reader]):
             span = _overlap(wanted, chunk)
-            rows = _overlap(span, rows_of(rect))
+            rows = _overlap(span, row_span(rect))
             if not rows:
                 continue
             if sender == group.rank:
@@ -116,7 +116,7 @@ def _assembled_rows(
     yield from found.items()
 
 
-def rows_of(rect: Rect) -> range:
+def row_span(rect: Rect) -> range:
     return range(rect.row, rect.row_end)
 
 

@@ -58,9 +58,10 @@ LONG = [
 at the end."""
 
 
-ON_RANKS, IN_PROCESS = 8, 3
-"""`make test` runs about one in this many cases of a test; `make test-slow` runs the others. A case on
-ranks takes a second or more, and most others a few hundredths."""
+ON_RANKS, IN_PROCESS, OF_A_FILE = 16, 4, 8
+"""`make test` runs about one in this many cases of a test, and `make test-slow` the others. A case on
+ranks takes a second or more, and most others a few hundredths. Of extras and benchmarks, it runs one
+in so many cases of a file."""
 
 
 # First: -m takes tests out in another of these hooks.
@@ -69,33 +70,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not (item.get_closest_marker("slow") or item.get_closest_marker("whole")):
-            cases[item.nodeid.split("[")[0]].append(item)
-    for of_one_test in cases.values():
-        for item in rarely_run(of_one_test):
+            path = item.path.relative_to(config.rootpath / "tests")
+            by_file = path.parts[0] in ("extras", "benchmarks")
+            cases[str(path) if by_file else item.nodeid.split("[")[0]].append(item)
+    for name, together in cases.items():
+        share = ON_RANKS if together[0].get_closest_marker("dist") else IN_PROCESS
+        for item in rarely_run(together, OF_A_FILE if name.endswith(".py") else share):
             item.add_marker(pytest.mark.slow)
     names = [str(config.rootpath / "tests" / name) for name in LONG]
     order = {name: number for number, name in enumerate(names)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
 
-def rarely_run(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases of one test that `make test` leaves out.
+def rarely_run(cases: list[pytest.Item], share: int) -> list[pytest.Item]:
+    """Return the cases that `make test` leaves out, which runs one in ``share``.
 
     Every eighth case of a product of axes would always meet the same values of an axis whose length
     has a divisor in common with 8. So cases are drawn by a hash of their names, and those that are
-    the first with a value of an axis are drawn before the others.
+    the first of a test, or with a value of an axis, are drawn before the others.
     """
     by_hash = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[str, ...]] = set()
     first, others = [], []
     for item in by_hash:
+        test = item.nodeid.split("[")[0]
         callspec = getattr(item, "callspec", None)  # a test without parameters has none
-        values = (
-            {(axis, repr(value)) for axis, value in callspec.params.items()} if callspec else seen
-        )
+        params = callspec.params if callspec else {}
+        values = {(test,), *((test, axis, repr(value)) for axis, value in params.items())}
         (first if values - seen else others).append(item)
         seen |= values
-    share = ON_RANKS if cases[0].get_closest_marker("dist") else IN_PROCESS
     runs = -(-len(cases) // share)
     return (first + others)[runs:]
 

@@ -7,12 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
 import pytest
 
 from dist_sparse import extras
+from dist_sparse.doors import DOORS
 
 ROOT = Path(__file__).parents[1]
 NAMES = [module.name for module in iter_modules(extras.__path__)]
@@ -85,11 +87,26 @@ def run(folder: Path, *command: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+def test_the_core_lists_its_doors() -> None:
+    """An extra answers in functions of these names, and each is asked for."""
+    used = set()
+    for file in (ROOT / "dist_sparse" / "extras").glob("*/doors.py"):
+        used |= (
+            DOORS.keys()
+            & vars(import_module(f"dist_sparse.extras.{file.parent.name}.doors")).keys()
+        )
+    core = [file for file in (ROOT / "dist_sparse").rglob("*.py") if "extras" not in file.parts]
+    asked = set(re.findall(r'offered\("(\w+)"\)', "".join(file.read_text() for file in core)))
+    assert used == asked == set(DOORS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_all_modules_and_tests_import_without_one_extra(name: str, tmp_path: Path) -> None:
+def test_the_rest_works_without_one_extra(name: str, tmp_path: Path) -> None:
     copy = copy_without(tmp_path / "copy", name)
     run(copy, "-m", "pytest", "-q", "--collect-only", "tests")
+    tests = [f"tests/{part}" for part in (*CORE, "extras")]
+    run(copy, "-m", "pytest", "-q", "-m", "not slow", *tests)
 
 
 @pytest.mark.slow

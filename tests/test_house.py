@@ -36,8 +36,8 @@ CODE = sources("dist_sparse", "launch", "examples", "benchmarks", "tests")
 # What is reached. Lower a limit with the change that allows it.
 LIMITS = {
     # Loops of map() and filter() included.
-    # Thresholds from samples took it from 20.7 to 20.9.
-    "decisions per 100 lines of the core": 20.9,
+    # Rules that dicts had hidden are ifs now, which took it from 20.9 to 21.0.
+    "decisions per 100 lines of the core": 21.0,
     "decisions of a function": 12,
     "functions above 12 decisions": 0,
     "nested comprehensions": 0,
@@ -305,18 +305,26 @@ def test_no_module_reads_private_names_of_another() -> None:
     assert private_reads(CODE) == {}
 
 
-def test_a_type_has_a_name_of_its_own() -> None:
-    """Classes and aliases: whoever reads a name in two modules takes it for one thing."""
-    modules: dict[str, list[str]] = {}
+# Each extra has its own commands, each command line its own main(), and a kernel is named after the
+# function that it equals.
+SHARED_NAMES = {"commands", "main", "block_sums", "prune"}
+
+
+def test_a_type_or_function_has_a_name_of_its_own() -> None:
+    """Classes, aliases and public functions: whoever reads a name in two modules takes it for one
+    thing."""
+    modules: dict[str, set[str]] = {}
     for file in sources("dist_sparse"):
         for node in ast.parse(file.read_text()).body:
             name = getattr(node, "name", "")
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 name = node.targets[0].id
-            # Types are written like this; constants and functions are not.
-            if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name):
-                modules.setdefault(name, []).append(module_of(file))
-    assert {name: found for name, found in modules.items() if len(found) > 1} == {}
+            is_function = isinstance(node, ast.FunctionDef) and not name.startswith("_")
+            # Types are written like this, and constants are not.
+            if is_function or re.fullmatch(r"[A-Z]\w*[a-z]\w*", name):
+                modules.setdefault(name, set()).add(module_of(file))
+    doubled = {name for name, found in modules.items() if len(found) > 1}
+    assert doubled - SHARED_NAMES == set()
 
 
 def test_imports_have_no_circles() -> None:

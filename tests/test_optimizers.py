@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import Advanced, plan, sparsify
-from dist_sparse.optimizers import LookupRecord, records
+from dist_sparse.optimizers import LookupRecord, records, state_of
 from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import build, cells, gathered
 from tests.dist.plugin import on_ranks
@@ -332,3 +332,16 @@ def test_fused_and_sharded_tables(name: str, kind: str) -> None:
             assert torch.equal(record.touched(), read[rect.row : rect.row_end]), data.name
             assert record.count_steps() == (None if is_fused and kind == "Adagrad" else 2)
             assert record.is_sum == record.lookups_only == is_fused
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_a_step_count_is_no_state_of_the_row_of_a_table_of_one_row(make: Any) -> None:
+    """It has one value, and no dimension: resetting removed rows would restart the bias
+    correction."""
+    table = nn.EmbeddingBag(1, 4, mode="sum")
+    optimizer = make(table.parameters())
+    table(torch.tensor([[0]])).sum().backward()
+    optimizer.step()
+    assert "step" in optimizer.state[table.weight]
+    found = state_of(optimizer, table.weight, table.weight)
+    assert found and all(state.shape == (1, 4) for state, _ in found.values())

@@ -515,7 +515,7 @@ def _restore(part: Stateful, state: Any) -> None:
         part.load_state_dict(state)
 
 
-def summary(path: str | os.PathLike[str]) -> str:
+def checkpoint_summary(path: str | os.PathLike[str]) -> str:
     """Return the contents of the folder of one step, or of a folder of such folders, as text.
     Local; needs no model.
 

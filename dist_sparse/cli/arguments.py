@@ -1,6 +1,6 @@
-"""Values of command-line arguments: sizes, shares, tolerances, and functions by name.
+"""Values of command-line arguments: budgets, paths, and functions by name.
 
-Each ``parse_*`` is a type for argparse: its error message states the rule. Needs no torch.
+Types for argparse state their rule in the error message. Needs no torch.
 """
 
 import importlib
@@ -54,7 +54,7 @@ def model_and_optimizer(entry: str) -> tuple[Any, Any]:
     return model, None if callable(second) else second
 
 
-def batches_of(entry: str | None) -> Iterable[Any] | None:
+def user_batches(entry: str | None) -> Iterable[Any] | None:
     """Call the function that ``--batches`` names, without arguments; return its batches, or None if
     it names no function.
 
@@ -112,7 +112,7 @@ def _split(returned: Any) -> tuple[Any, Any]:
     return returned, None
 
 
-def parse_budget(text: str) -> float:
+def budget_argument(text: str) -> float:
     """Return :func:`~dist_sparse.checks.parse_budget` of a text.
 
     Raises:

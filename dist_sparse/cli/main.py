@@ -20,10 +20,10 @@ import dist_sparse
 from dist_sparse.cli.arguments import (
     EntryError,
     UsageError,
-    batches_of,
+    budget_argument,
     existing_path,
     model_and_optimizer,
-    parse_budget,
+    user_batches,
 )
 from dist_sparse.cli.commands import (
     FUNCTION,
@@ -163,20 +163,20 @@ def _plan(options: argparse.Namespace) -> int:
         rotate=options.rotate,
         optimizer=optimizer,
         record=options.record,
-        batches=batches_of(options.batches),
+        batches=user_batches(options.batches),
     )
     return print_result(options, planned.to_json(), str(planned))
 
 
 def _serve_check(options: argparse.Namespace) -> int:
     from dist_sparse.serving.chain import check_artifact
-    from dist_sparse.serving.manifest import delta_summary, summary
+    from dist_sparse.serving.manifest import artifact_summary, delta_summary
 
     chain = check_artifact(options.folder, *options.deltas)
     manifest = chain.manifest
     lines = [delta_summary(delta.manifest) for delta in chain.deltas]
     # Deltas and served.metrics() name an artifact by its hash.
-    lines += [summary(manifest, "once merged" if lines else "on disk")]
+    lines += [artifact_summary(manifest, "once merged" if lines else "on disk")]
     text = "\n".join([*lines, f"artifact {manifest.hash[:12]}", "ok"])
     sizes = {name: asdict(table.bytes) for name, table in manifest.tables.items()}
     found = {"hash": manifest.hash, "sizes": sizes, **json.loads(manifest.to_text())}
@@ -185,10 +185,10 @@ def _serve_check(options: argparse.Namespace) -> int:
 
 def _merge(options: argparse.Namespace) -> int:
     from dist_sparse.serving.chain import merge
-    from dist_sparse.serving.manifest import summary
+    from dist_sparse.serving.manifest import artifact_summary
 
     manifest = merge(options.folder, *options.deltas, out=options.out)
-    text = f"{options.out}\n{summary(manifest)}"
+    text = f"{options.out}\n{artifact_summary(manifest)}"
     return print_result(options, json.loads(manifest.to_text()), text)
 
 
@@ -245,7 +245,7 @@ or (model, optimizer), if the tables are not fused.
             option(
                 "--budget",
                 help="bytes to serve, such as 10%%, 0.1 or 512MiB",
-                type=parse_budget,
+                type=budget_argument,
                 metavar="SIZE",
                 required=True,
             ),

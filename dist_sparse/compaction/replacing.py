@@ -311,7 +311,7 @@ def sites_of(model: nn.Module) -> Iterator[Site]:
 Place = tuple[nn.Module, str, Any]
 
 
-def places_of(root: nn.Module, modules: Collection[nn.Module]) -> list[Place]:
+def places_in(root: nn.Module, modules: Collection[nn.Module]) -> list[Place]:
     """Return all places of ``modules`` in ``root``. A module may have several."""
     return [
         (holder, name, child)
@@ -524,7 +524,7 @@ class Rebuild:
         try:
             root = self._unwrapped(self._model)
             with self._agreeing("putting its tables in place"):
-                places = places_of(root, replaced)
+                places = places_in(root, replaced)
                 put(places, replaced)
             result = self._wrapped(replaced.get(root, root), changes)
             stepped: list[Swapped] = []

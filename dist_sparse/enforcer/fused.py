@@ -43,7 +43,7 @@ from dist_sparse.enforcer.rows import (
     SampledLookups,
     ZeroedRows,
     add_pruned,
-    flag,
+    flag_rows,
 )
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import Held
@@ -473,7 +473,7 @@ class TableBatchHooks:
         """Record the rows that a backward is about to write."""
         self._zeroed.add(*lookup.written)
         for record in self._records.values():
-            flag(record, self._features, *lookup.written)
+            flag_rows(record, self._features, *lookup.written)
         # The gradients of sequences are masked next, by _without_removed(). Bags were masked in the
         # forward: if masks have changed since, the backward may write rows that are removed by now.
         if self._pooled and self._kept_ids and lookup.masks_key != self._masked_key[0]:

@@ -420,7 +420,9 @@ class RowFlags:
         self._words.zero_()
 
 
-def flag(flags: Mapping[int, RowFlags], features: Sequence[int], ids: Tensor, ends: Ends) -> None:
+def flag_rows(
+    flags: Mapping[int, RowFlags], features: Sequence[int], ids: Tensor, ends: Ends
+) -> None:
     """Add the rows that a lookup names to the sets of their tables.
 
     Args:
@@ -466,7 +468,7 @@ class HostRowCleaner:
 
     def flag(self, ids: Tensor, ends: Ends) -> None:
         """Flag the rows that a lookup names."""
-        flag(self.flags, self.features, ids, ends)
+        flag_rows(self.flags, self.features, ids, ends)
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
         """Clean the flagged rows that a lookup names."""

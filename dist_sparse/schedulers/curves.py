@@ -70,7 +70,7 @@ class Window:
         return step - (step - self.begin) % self.every
 
 
-def progress(step: int, begin: int, end: int | None) -> float:
+def fraction_done(step: int, begin: int, end: int | None) -> float:
     """Return the fraction of the window that has passed at ``step``. A window of one step is done
     at once."""
     assert end is not None, "a curve that grows needs an end; its class has checked that"
@@ -84,8 +84,8 @@ def constant(step: int, initial: float, final: float, begin: int, end: int | Non
 
 
 def linear(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
-    """Return ``initial + (final - initial) * progress``: equal amounts at equal distances."""
-    return _mix(initial, final, progress(step, begin, end))
+    """Return ``initial + (final - initial) * fraction_done``: equal amounts at equal distances."""
+    return _mix(initial, final, fraction_done(step, begin, end))
 
 
 def cubic(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
@@ -94,12 +94,12 @@ def cubic(step: int, initial: float, final: float, begin: int, end: int | None) 
     Fast at first, slow near the end. Source: Zhu & Gupta 2017, "To prune, or not to prune",
     equation 1, with ``end - begin`` for their ``n * delta_t``.
     """
-    return _mix(initial, final, 1.0 - (1.0 - progress(step, begin, end)) ** 3)
+    return _mix(initial, final, 1.0 - (1.0 - fraction_done(step, begin, end)) ** 3)
 
 
 def cosine(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
     """Return half a cosine wave: slow at both ends, fastest in the middle."""
-    return _mix(initial, final, (1.0 - math.cos(math.pi * progress(step, begin, end))) / 2.0)
+    return _mix(initial, final, (1.0 - math.cos(math.pi * fraction_done(step, begin, end))) / 2.0)
 
 
 def exponential(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
@@ -108,7 +108,7 @@ def exponential(step: int, initial: float, final: float, begin: int, end: int | 
 
     Needs ``initial < 1`` and ``final < 1``: equal fractions never remove everything.
     """
-    fraction = progress(step, begin, end)
+    fraction = fraction_done(step, begin, end)
     # The density is the geometric mean of its two ends, with weights that sum to 1.
     density = (1.0 - initial) ** (1.0 - fraction) * (1.0 - final) ** fraction
     return _clip(1.0 - density, initial, final, fraction)

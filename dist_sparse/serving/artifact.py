@@ -223,10 +223,10 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         Args:
             ids: the ids of the rows of an artifact, int64 ``(n,)``: see :func:`checksum`.
         """
-        # It needs a name: memory_of() does not keep it alive.
+        # It needs a name: buffer_of() does not keep it alive.
         stored = part.detach().cpu().contiguous()
         self._file.seek(self._positions[name])
-        self._positions[name] += self._file.write(memory_of(stored))
+        self._positions[name] += self._file.write(buffer_of(stored))
         self._checksums[name] = checksum(stored, ids, self._checksums[name])
 
     def seal(self, manifest: AnyManifest) -> AnyManifest:
@@ -237,7 +237,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         for name, table in manifest.tables.items():
             checksums = {key: hex_of(self._checksums[f"{name}.{key}"]) for key in table.layout()}
             tables[name] = replace(table, checksums=checksums)
-        return replace(manifest, tables=tables, bytes=bytes_of(tables))
+        return replace(manifest, tables=tables, bytes=file_bytes(tables))
 
     def finish(self, manifest: AnyManifest) -> AnyManifest:
         """Read the tables back, give the folder its name, and return ``manifest`` as written."""
@@ -384,7 +384,7 @@ def _file_layout(tables: Mapping[str, Any]) -> _FileLayout:
     return _FileLayout(header, spans, before + end)
 
 
-def bytes_of(tables: Mapping[str, Any]) -> int:
+def file_bytes(tables: Mapping[str, Any]) -> int:
     """Return the size of ``tables.safetensors``."""
     return _file_layout(tables).size
 
@@ -406,11 +406,11 @@ def checksum(part: Tensor, ids: Tensor | None = None, value: int = 0) -> int:
     """
     if ids is None:
         contiguous = part.contiguous()
-        return zlib.crc32(memory_of(contiguous), value)
+        return zlib.crc32(buffer_of(contiguous), value)
     return (value + sum_of_rows(ids, part)) % 2**64
 
 
-def memory_of(tensor: Tensor) -> memoryview:
+def buffer_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, without keeping it alive."""
     # Tensor.numpy() would need NumPy.
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))

@@ -374,7 +374,7 @@ def _find_invalid_rows(stored: Tensors, entry: Table) -> Tensor:
 # Rows are stored in the order of their ids, so all rows after an added or removed one move.
 
 
-def move_rows(stored: Tensors, before: RowIndex, after: RowIndex, new: Tensors) -> None:
+def apply_rows(stored: Tensors, before: RowIndex, after: RowIndex, new: Tensors) -> None:
     """Apply a delta to the rows of a running process, in place. Memory follows the delta's size.
 
     Args:

@@ -17,9 +17,9 @@ from dist_sparse.masking.masks import places_of, positions
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
     all_kept,
-    bytes_of,
+    buffer_of,
     checksum,
-    memory_of,
+    file_bytes,
     rows_of,
     sum_of_rows,
     words_of,
@@ -73,7 +73,7 @@ class ComparingWriter(ArtifactWriter):
         """
         tables = {name: changes.result() for name, changes in self._tables.items()}
         after = {name: table.after for name, table in tables.items()}
-        artifact = replace(manifest, tables=after, bytes=bytes_of(after))
+        artifact = replace(manifest, tables=after, bytes=file_bytes(after))
         self.begin(tables)
         for name, changes in self._tables.items():
             for key, part in changes.parts():
@@ -135,7 +135,7 @@ class _Changes:
             new = part.index_select(0, changed)
             old_sum = sum_of_rows(ids[had[replaced]], old[key].index_select(0, replaced))
             self._sums[key] = checksum(new, ids[changed], self._sums[key] - old_sum)
-            self._spools[key].write(memory_of(new))
+            self._spools[key].write(buffer_of(new))
 
     def result(self) -> TableDelta:
         sums = self._sums | {key: checksum(part) for key, part in self._whole.items()}

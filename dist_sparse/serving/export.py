@@ -43,9 +43,9 @@ from dist_sparse.serving.manifest import (
     Delta,
     Manifest,
     Scale,
+    artifact_summary,
     delta_summary,
     refuse_changed,
-    summary,
 )
 from dist_sparse.serving.sources import (
     ServedTable,
@@ -87,7 +87,7 @@ class Exported:
     since: tuple[Path, ...] = ()
 
     def __repr__(self) -> str:
-        shown = summary(self.manifest) if self.delta is None else delta_summary(self.delta)
+        shown = artifact_summary(self.manifest) if self.delta is None else delta_summary(self.delta)
         return f"{self.path}\n{shown}"
 
     def __fspath__(self) -> str:

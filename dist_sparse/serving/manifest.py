@@ -315,7 +315,7 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     return found
 
 
-def summary(manifest: Manifest, when: str = "on disk") -> str:
+def artifact_summary(manifest: Manifest, when: str = "on disk") -> str:
     """Return a text table of the tables' bytes, and their total, which they take ``when``."""
     last = "books" if manifest.dtype == "codes" else "scales"
     head = ("table", "rows", "kept", "dim", "dtype", "served", "of dense", "index", last)

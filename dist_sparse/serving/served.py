@@ -33,7 +33,7 @@ from dist_sparse.serving.artifact import (
     folders_of,
     open_artifact,
 )
-from dist_sparse.serving.chain import Deltas, MappedTable, index_after, move_rows
+from dist_sparse.serving.chain import Deltas, MappedTable, apply_rows, index_after
 from dist_sparse.serving.gate import Gate
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -184,7 +184,7 @@ class ServedLookup(nn.Module):
             # A new lookup was filled with the old rows, in the order of before[name].index too.
             for name, table in after.items():
                 rows = new_lookup.stored(name)
-                move_rows(rows, before[name].index, table.index, delta.tensors(name))
+                apply_rows(rows, before[name].index, table.index, delta.tensors(name))
             self._set_tables(after)
             self.index, self.row_lookup = new_index, new_lookup
 

@@ -30,7 +30,7 @@ from dist_sparse.sparsifiers.masks import Masks, Recorder
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import mapping_of, tables_of
 from dist_sparse.sparsifiers.step import MaskUpdater
-from dist_sparse.tables.modules import ModelTables, TensorSource, is_sharded
+from dist_sparse.tables.modules import ModelTables, TensorSource, is_sharded_tensor
 from dist_sparse.tables.shards import ShardedData, Source
 
 # Exactly these types, as in the ancestor: subclasses may compute their weight.
@@ -133,7 +133,7 @@ class BaseDataSparsifier(MaskUpdater):
         check_name(name)
         self._refuse_while_enforced()
         weight = self._extract_weight(data)
-        if is_sharded(weight):
+        if is_sharded_tensor(weight):
             return self._add_sharded(name, weight, config)
         if type(data) not in SUPPORTED_TYPES:
             raise AssertionError(f"specified data type:{type(data)} not supported at the moment")

@@ -531,7 +531,7 @@ def _join(path: str, name: str) -> str:
 # ShardedTensors and DTensors: both know the rectangles of all ranks.
 
 
-def is_sharded(data: object) -> bool:
+def is_sharded_tensor(data: object) -> bool:
     """Whether ``data`` is a ShardedTensor or a DTensor. By name, so that their modules are imported
     only by programs that use them."""
     # Compare the top package only: releases of torch have moved DTensor.

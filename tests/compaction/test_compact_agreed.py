@@ -78,7 +78,7 @@ PLACES = {
     "counting blocks": (pieces, "removed_blocks", 1),
     "counting rows": (BlockMask, "dead_rows", 1),
     "building": (CollectionSite, "compacted", 1),
-    "in place": (replacing, "places_of", 1),
+    "in place": (replacing, "places_in", 1),
     "sharding": (port, "ShardingPlan", 1),
     "data-parallel lookups": (DpPooledEmbeddingSharding, "create_lookup", 1),
     "dense layers": (DistributedModelParallel, "init_data_parallel", 1),

@@ -151,13 +151,13 @@ def test_a_share_in_each_spelling() -> None:
 def test_text_means_the_same_on_the_command_line(text: str, value: float | None) -> None:
     """Or is refused with the same words."""
     if value is not None:
-        assert parse_budget(text) == value == command_line.parse_budget(text)
+        assert parse_budget(text) == value == command_line.budget_argument(text)
         assert type(parse_budget(text)) is type(value)
         return
     with pytest.raises(ValueError, match=r"budget|bytes") as refused:
         parse_budget(text)
     with pytest.raises(argparse.ArgumentTypeError, match=re.escape(str(refused.value))):
-        command_line.parse_budget(text)
+        command_line.budget_argument(text)
 
 
 @pytest.mark.parametrize("budget", [1, 5, 99])
@@ -170,7 +170,7 @@ def test_a_percentage_without_its_sign_is_no_number_of_bytes(budget: int) -> Non
     with pytest.raises(ValueError, match=question):
         sparsify(model, torch.optim.SGD(model.parameters()), budget=budget, end=0)
     with pytest.raises(argparse.ArgumentTypeError, match=question):
-        command_line.parse_budget(str(budget))
+        command_line.budget_argument(str(budget))
 
 
 @pytest.mark.parametrize("block", [(1, 2), (1, 1), (COL, 1)], ids=str)

@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from dist_sparse.cli.arguments import model_and_evaluate, parse_budget
+from dist_sparse.cli.arguments import budget_argument, model_and_evaluate
 from dist_sparse.cli.commands import (
     FUNCTION,
     JSON,
@@ -103,7 +103,7 @@ def parse_share(text: str) -> float:
     """
     # Refuses 1 to 99, and asks for the sign.
     if re.fullmatch(r"\d{1,2}", text, re.ASCII):
-        parse_budget(text)
+        budget_argument(text)
     rule = f"share {text!r}: must be a percentage such as 10%, at most 100%"
     return float(_match(r"(100|\d?\d(?:\.\d+)?) ?%", text, rule)[1]) / 100
 

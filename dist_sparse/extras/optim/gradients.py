@@ -23,7 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.tables.modules import check_module, is_sharded, modules_by_path, torchrec_port
+from dist_sparse.tables.modules import (
+    check_module,
+    is_sharded_tensor,
+    modules_by_path,
+    torchrec_port,
+)
 from dist_sparse.tables.shards import steps_in_backward
 
 # The gradients of all parameters of an optimizer.
@@ -260,7 +265,7 @@ def wiring_of(model: nn.Module) -> Wiring:
                 fused = True
                 if table.compute_kernel == "dense":
                     unfused.append(name)
-    if has_fsdp or any(is_sharded(parameter) for parameter in model.parameters()):
+    if has_fsdp or any(is_sharded_tensor(parameter) for parameter in model.parameters()):
         raise ValueError(
             "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
             " DistributedDataParallel or DistributedModelParallel."

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from dist_sparse.extras.report.run import RowTraffic, Run, Series, share_of, sparsity_of, target_of
+from dist_sparse.extras.report.run import RowTraffic, Run, Series, fraction, sparsity_of, target_of
 from dist_sparse.extras.report.summary import (
     TOLERANCE,
     artifacts_of,
@@ -313,7 +313,7 @@ def _bytes_kept(run: Run) -> Chart:
     bars = []
     for name, kept, whole in tables[:MOST_TABLES]:
         largest = max(tables[0][2], 1)
-        text = f"{percent(share_of(kept, whole))} of {size(whole)}"
+        text = f"{percent(fraction(kept, whole))} of {size(whole)}"
         bars.append(Bar(name=name, share=kept / largest, whole=whole / largest, text=text))
     note = "Per table, as long as its bytes; full: what is kept."
     if len(tables) > MOST_TABLES:

@@ -91,9 +91,9 @@ def _inspect(options: argparse.Namespace) -> int:
     # Checkpoints have no JSON form.
     if is_step and not is_run:
         # Imported here: it needs torch, and runs are read without torch.
-        from dist_sparse.checkpoint.checkpoints import summary
+        from dist_sparse.checkpoint.checkpoints import checkpoint_summary
 
-        return print_text(summary(folder))
+        return print_text(checkpoint_summary(folder))
     if (folder / _MANIFEST).is_file() and not (folder / RUN).is_file():
         raise ValueError(
             f"{folder} holds an artifact or a delta, and no run: dist-sparse serve-check shows it."

@@ -32,7 +32,7 @@ from dist_sparse.extras.report.folder import (
     read_about,
     read_lines,
 )
-from dist_sparse.extras.report.typed import Kind, kinds_of, refuse_wrong, refusing
+from dist_sparse.extras.report.typed import Kind, kinds_of, refuse_wrong, refusing_values
 from dist_sparse.extras.report.words import shortened
 from dist_sparse.records import (
     GuardCheck,
@@ -127,7 +127,7 @@ def read_artifacts(run: Path) -> tuple[ArtifactBytes, ...]:
     file = run / _FILE
     text = file.read_text(encoding="utf-8") if file.is_file() else "[]"
     artifacts = []
-    with refusing(file, "add_artifact()"):
+    with refusing_values(file, "add_artifact()"):
         for entry in json.loads(text):
             refuse_wrong(entry, _ARTIFACT)
             artifacts.append(ArtifactBytes(**entry))
@@ -172,7 +172,7 @@ class RowTraffic:
     @property
     def share(self) -> float | None:
         """Fraction of the lookups that kept rows had; None without lookups."""
-        return share_of(self.kept_lookups, self.kept_lookups + self.removed_lookups)
+        return fraction(self.kept_lookups, self.kept_lookups + self.removed_lookups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +324,7 @@ class Run:
         without mask updates."""
         if not self.due or self.spent.enforcement is None:
             return None
-        return share_of(self.ms_of(self.spent.masks + self.spent.enforcement), self.ms_per_step)
+        return fraction(self.ms_of(self.spent.masks + self.spent.enforcement), self.ms_per_step)
 
     def ms_of(self, seconds: float) -> float:
         """Convert seconds of the whole run to milliseconds per step."""
@@ -351,15 +351,15 @@ def target_of(tables: Sequence[MaskChange | TableStats]) -> float | None:
         if table.target is None:
             return None
         weighted += table.target * table.blocks
-    return share_of(weighted, total(tables, "blocks"))
+    return fraction(weighted, total(tables, "blocks"))
 
 
 def sparsity_of(tables: Sequence[MaskChange | TableStats]) -> float | None:
     """Return the fraction of removed blocks; None without a block."""
-    return share_of(total(tables, "removed_blocks"), total(tables, "blocks"))
+    return fraction(total(tables, "removed_blocks"), total(tables, "blocks"))
 
 
-def share_of(part: float | None, whole: float | None) -> float | None:
+def fraction(part: float | None, whole: float | None) -> float | None:
     """Return ``part / whole``; None if one is unknown or the whole is 0."""
     return part / whole if part is not None and whole else None
 
@@ -434,10 +434,10 @@ def _read(folder: Path) -> Run:
     about = read_about(file)
     reader = _Events()
     for number, line in read_lines(lines):
-        with refusing(f"{lines}, line {number}", "RunLog"):
+        with refusing_values(f"{lines}, line {number}", "RunLog"):
             reader.add(line)
     artifacts = read_artifacts(folder)
-    with refusing(file, "RunLog"):
+    with refusing_values(file, "RunLog"):
         refuse_wrong(about, _ABOUT)
         return Run(
             folder=folder,

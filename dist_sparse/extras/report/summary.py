@@ -20,7 +20,7 @@ from dist_sparse.extras.report.run import (
     ArtifactBytes,
     Run,
     flat,
-    share_of,
+    fraction,
     sparsity_of,
     target_of,
     total,
@@ -179,7 +179,7 @@ def compare(run: Run) -> list[dict[str, Any]]:
             "name": one.name,
             "sparsity": sparsity_of(one.states),
             "bytes": one.bytes_kept,
-            "share": share_of(one.bytes_kept, whole),
+            "share": fraction(one.bytes_kept, whole),
             "auc": auc_of(one, run),
             # Both runs need the same series: training AUC and test AUC are of different examples.
             "delta": difference(one, base_of(one, run), series),
@@ -413,7 +413,7 @@ def _good(seeds: Sequence[tuple[Run, ArtifactBytes]], goals: Sequence[float], ru
     auc, goal = sum(aucs) / len(aucs), sum(goals) / len(goals)
     # Seeds of untouched rows differ in their bytes.
     taken = max(map(attrgetter("bytes"), artifacts))
-    facts = f"{size(taken)}, {percent(share_of(taken, whole_bytes(run)))} of dense"
+    facts = f"{size(taken)}, {percent(fraction(taken, whole_bytes(run)))} of dense"
     facts += f", AUC {_mean_text(aucs)}{_zeros_text(runs, run)}"
     # A run of one step has trained nothing: its weights are the baseline's, with rows removed.
     of_baseline = one.method == baseline(run).method
@@ -518,7 +518,7 @@ def numbers(run: Run) -> dict[str, Any]:
         "folder": str(run.folder),
         "headline": headline(run),
         "verdict": verdict(run),
-        "sparsity": share_of(removed, blocks),
+        "sparsity": fraction(removed, blocks),
         "target": target_of(run.states),
         "blocks": blocks,
         "removed_blocks": removed,

@@ -77,7 +77,7 @@ _UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, Typ
 
 
 @contextmanager
-def refusing(place: object, writer: str) -> Iterator[None]:
+def refusing_values(place: object, writer: str) -> Iterator[None]:
     """Name a file, and the function that writes it, in errors about its contents."""
     try:
         yield

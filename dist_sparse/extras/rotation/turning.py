@@ -11,7 +11,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dist_sparse.groups import Group
 from dist_sparse.tables.shards import ShardedData
-from dist_sparse.whole_rows import change_rows_, rows_of, whole_rows, within
+from dist_sparse.whole_rows import change_rows_, row_span, whole_rows, within
 
 
 def gram_matrices(
@@ -34,7 +34,7 @@ def gram_matrices(
         # Each row counts once: on the rank that owns its first element.
         readers = []
         for rank in range(group.size):
-            readers.append([rows_of(rect) for rect in data.owned(rank) if rect.col == 0])
+            readers.append([row_span(rect) for rect in data.owned(rank) if rect.col == 0])
         for span, rows in whole_rows(data, group, readers):
             exact = weighted = rows.double()
             if lookups is not None:
@@ -75,7 +75,7 @@ def _row_weights(data: ShardedData, lookups: Sequence[Tensor], span: range) -> T
     """
     for (rect, _), counts in zip(data.shards, lookups, strict=True):
         # Lookups are counted in the leftmost shards.
-        if rect.col == 0 and span.start in rows_of(rect):
+        if rect.col == 0 and span.start in row_span(rect):
             return 1 + counts[within(span, rect.row)].double().unsqueeze(1)
     raise AssertionError("no leftmost shard has these rows")
 
