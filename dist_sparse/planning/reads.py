@@ -61,7 +61,7 @@ class RowsByReads:
 _Local = str | tuple[bool, bool, float, int, str] | None
 
 # Which rows of each of this rank's shards of a table were read.
-Read = Mapping[Rect, Tensor]
+ReadFlags = Mapping[Rect, Tensor]
 
 
 def rows_by_reads(
@@ -86,7 +86,7 @@ def rows_by_reads(
     world = world_group()
     with world.agreeing("plan()"):
         found = known_rows(model, located, optimizer, counts)
-        read: dict[str, Read] = {}
+        read: dict[str, ReadFlags] = {}
         totals: list[_Local] = []
         for data in located:
             known = found[data.name]
@@ -143,7 +143,7 @@ def unread_share(
     return share_of("plan()", located, on_all_ranks(tables, reads.read), batches, True)
 
 
-def _local_reads(data: ShardedData, known: list[LookupRecord], read: Read) -> _Local:
+def _local_reads(data: ShardedData, known: list[LookupRecord], read: ReadFlags) -> _Local:
     """Return what this rank knows of the rows of its shards of a table."""
     if not known:
         return None
@@ -167,7 +167,7 @@ def _local_reads(data: ShardedData, known: list[LookupRecord], read: Read) -> _L
 def _count_rows(
     tables: Sequence[ShardedData],
     found: Mapping[str, list[LookupRecord] | str],
-    read: Mapping[str, Read],
+    read: Mapping[str, ReadFlags],
     by_table: Mapping[str, Sequence[Any]],
     result: RowsByReads,
 ) -> None:
@@ -243,7 +243,7 @@ def _shard_at(data: ShardedData, rect: Rect) -> int | None:
     return places.index(rect) if rect.numel else None
 
 
-def _read_here(read: Mapping[str, Read], data: ShardedData, rect: Rect) -> Tensor:
+def _read_here(read: Mapping[str, ReadFlags], data: ShardedData, rect: Rect) -> Tensor:
     """Return which rows of a shard were read: bool ``(rect.rows,)`` on the CPU."""
     # A rank may have no shard at an empty rectangle.
     nothing = torch.zeros(rect.rows, dtype=torch.bool)
