@@ -412,18 +412,24 @@ class Rebuild:
         wrappers = self._wrappers()
         for site in sites:
             reasons = [
-                *self._reasons(site, narrowed),
-                *self._reasons_around(site, wrappers, holders),
+                *self._reasons(site, narrowed, wrappers),
+                *self._reasons_of_tied_weights(site, holders),
                 *(_reasons_against_a_default_row(site) if default_row else ()),
             ]
             if reasons:
                 raise ValueError(f"{site.label} {reasons[0]}")
 
-    def _reasons(self, site: Site, narrowed: bool) -> Iterator[str]:
-        """Yield the reasons to refuse a site that are in the module itself."""
+    def _reasons(self, site: Site, narrowed: bool, wrappers: Iterable[nn.Module]) -> Iterator[str]:
+        """Yield reasons to refuse a site: of the module itself, and of what wraps it."""
         cant = f"it can't be {self._action}ed."
         if refusal := site.refusal(self._model, narrowed):
             yield refusal
+        around = [type(each).__name__ for each in wrappers if site.module in each.modules()]
+        if around:
+            yield (
+                f"is inside {' in '.join(around)}, which holds on to the old parameters:"
+                f" {self._action} the module inside, and wrap the result again."
+            )
         if not narrowed and bases_of_outputs(site.module):
             yield f"is rotated, and its output is turned back by a hook: {cant}"
         # expand() would lose the shared row; compact() would give it to newly removed ids.
@@ -436,19 +442,10 @@ class Rebuild:
                 f" {self._action}(optimizer=...), or optimizer=() if there is none."
             )
 
-    def _reasons_around(
-        self,
-        site: Site,
-        wrappers: Iterable[nn.Module],
-        holders: Mapping[Any, set[nn.Module]],
+    def _reasons_of_tied_weights(
+        self, site: Site, holders: Mapping[Any, set[nn.Module]]
     ) -> Iterator[str]:
-        """Yield the reasons to refuse a site that are in the other modules of the model."""
-        around = [type(each).__name__ for each in wrappers if site.module in each.modules()]
-        if around:
-            yield (
-                f"is inside {' in '.join(around)}, which holds on to the old parameters:"
-                f" {self._action} the module inside, and wrap the result again."
-            )
+        """Yield the reason to refuse a site whose weights other modules hold too, if they do."""
         tied = set[nn.Module]()
         for parameter in site.parameters().values():
             tied |= holders[parameter]

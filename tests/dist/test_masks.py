@@ -105,8 +105,11 @@ def test_masks_equal_the_single_process_oracle(world: int, name: str) -> None:
                     )
                 effective = torch.where(got, full, torch.zeros((), dtype=full.dtype))
                 torch.testing.assert_close(after[table], effective, rtol=0, atol=0, msg=where)
-            alone = DataNormSparsifier(list(before.items()), level, block, None, norm)
-            alone.step()
-            assert sparsifier.audit() == alone.fingerprint(), (
-                f"{name}, {block=}, {norm=}, {pattern.__name__}, {level=}"
-            )
+            found = sparsifier.audit()
+            # It is slow too: one rank masks the whole tables, as one process.
+            if turn % world == dist.get_rank():
+                alone = DataNormSparsifier(list(before.items()), level, block, None, norm)
+                alone.step()
+                assert found == alone.fingerprint(), (
+                    f"{name}, {block=}, {norm=}, {pattern.__name__}, {level=}"
+                )
