@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dist_sparse import Checkpoints
-from dist_sparse.checkpoint.checkpoints import summary
+from dist_sparse.checkpoint.checkpoints import checkpoint_summary
 from tests.checkpoint.models import Job, same
 
 
@@ -265,14 +265,14 @@ def test_summary(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.train(0, 2, save=True, extra={"epoch": 1})
     with pytest.raises(ValueError, match="no checkpoint of step 5; a folder without its marker"):
-        summary(tmp_path / "step-00000005")
-    steps = [line.split()[:2] for line in summary(tmp_path).splitlines()[-2:]]
+        checkpoint_summary(tmp_path / "step-00000005")
+    steps = [line.split()[:2] for line in checkpoint_summary(tmp_path).splitlines()[-2:]]
     assert steps == [["1", "1"], ["2", "1"]]
-    shown = summary(tmp_path / "step-00000002")
+    shown = checkpoint_summary(tmp_path / "step-00000002")
     assert "step 2, saved by 1 rank" in shown and "optimizer.2.bias.step" in shown
     (tmp_path / "step-00000002" / "values.json").write_text("{}")
     with pytest.raises(ValueError, match=r"values\.json is damaged"):
-        summary(tmp_path / "step-00000002")
+        checkpoint_summary(tmp_path / "step-00000002")
 
 
 def test_extra_is_copied_at_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dist_sparse import Checkpoints
-from dist_sparse.checkpoint.checkpoints import summary
+from dist_sparse.checkpoint.checkpoints import checkpoint_summary
 from dist_sparse.checkpoint.storage import StepFolders
 from tests.checkpoint.models import Job, same
 
@@ -39,8 +39,8 @@ CALLS: dict[str, Callable[[Job], Any]] = {
     "save of a later step": lambda job: job.checkpoints.save(9, **job.parts),
     "save of that step": lambda job: job.checkpoints.save(3, **job.parts),
     "resume": lambda job: job.checkpoints.resume_latest(**job.parts),
-    "inspect": lambda job: summary(job.root),
-    "inspect of that step": lambda job: summary(job.root / "step-00000003"),
+    "inspect": lambda job: checkpoint_summary(job.root),
+    "inspect of that step": lambda job: checkpoint_summary(job.root / "step-00000003"),
     "delete": lambda job: StepFolders(job.root).delete(3),
     "sweep": lambda job: StepFolders(job.root).sweep(1),
     "discard": lambda job: StepFolders(job.root).discard(3),
@@ -227,7 +227,7 @@ def test_a_failing_save_does_not_delete_what_another_has_committed(
     monkeypatch.setattr(StepFolders, "save_tensors", overtaken)
     with pytest.raises(OSError, match="No such file"):
         job.checkpoints.save(1, **job.parts)
-    assert "whole" in summary(tmp_path / "step-00000001")
+    assert "whole" in checkpoint_summary(tmp_path / "step-00000001")
 
 
 def test_a_save_does_not_replace_the_marker_of_another(
@@ -245,7 +245,7 @@ def test_a_save_does_not_replace_the_marker_of_another(
     monkeypatch.setattr(StepFolders, "save_tensors", overtaken)
     with pytest.raises(ValueError, match=r"step-00000001 .*another save has committed it"):
         job.checkpoints.save(1, **job.parts)
-    assert "whole" in summary(tmp_path / "step-00000001")
+    assert "whole" in checkpoint_summary(tmp_path / "step-00000001")
 
 
 def test_a_marker_that_may_not_be_on_disk_is_none(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dist_sparse import Checkpoints
-from dist_sparse.checkpoint.checkpoints import summary
+from dist_sparse.checkpoint.checkpoints import checkpoint_summary
 from dist_sparse.groups import traffic
 from tests.checkpoint.faults import full_disk, inject, io_error, read_only
 from tests.checkpoint.kills import live
@@ -248,7 +248,7 @@ def test_kills_while_writing_before_the_marker_and_after_it(tmp_path: Path) -> N
             run_ranks(2, live, root, 8, fault)
         steps = Checkpoints(root).steps()
         assert steps[-1] == newest and all(
-            "whole" in summary(root / f"step-{step:08d}") for step in steps
+            "whole" in checkpoint_summary(root / f"step-{step:08d}") for step in steps
         )
     ended, whole = run_ranks(2, live, root, 8)[0], run_ranks(2, live, tmp_path / "whole", 8)[0]
     assert ended.keys() == whole.keys() and all(

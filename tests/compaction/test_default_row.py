@@ -151,6 +151,7 @@ def test_trains_as_a_table_with_equal_rows() -> None:
         model.one(torch.tensor([ROWS]))  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fbgemm", [True, False], ids=["fbgemm", "torch"])
 def test_is_served(tmp_path: Path, fbgemm: bool) -> None:
     pytest.importorskip("safetensors")

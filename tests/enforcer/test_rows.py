@@ -25,7 +25,7 @@ from dist_sparse.enforcer.rows import (
     MaskedShard,
     RowFlags,
     ZeroedRows,
-    flag,
+    flag_rows,
     in_table,
     one_pass_is_quicker,
     zero_rows,
@@ -343,7 +343,7 @@ class TestRowFlags:
         flags = {t: RowFlags(rows[t]) for t in range(len(rows)) if t != ignored}
         want: list[set[int]] = [set() for _ in rows]
         for ids, ends in batches:
-            flag(flags, features, ids, ends)
+            flag_rows(flags, features, ids, ends)
             for table, (start, stop) in zip(features, pairwise(ends), strict=True):
                 want[table].update(of_table(ids[start:stop].tolist(), rows[table]))
                 if stop - start >= rows[table]:
@@ -374,7 +374,7 @@ class TestRowFlags:
         """In front of the first end and behind the last, as a slice of a larger KeyedJaggedTensor
         has them."""
         flags = {0: RowFlags(9), 1: RowFlags(9)}
-        flag(flags, [0, 1], torch.tensor([5, 1, 2, 3, 6, 7]), [1, 2, 4])
+        flag_rows(flags, [0, 1], torch.tensor([5, 1, 2, 3, 6, 7]), [1, 2, 4])
         assert flags[0].rows().tolist() == [1] and flags[1].rows().tolist() == [2, 3]
 
 

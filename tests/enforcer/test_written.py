@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dist_sparse.enforcer.rows import MaskedShard, RowFlags, add_pruned, flag
+from dist_sparse.enforcer.rows import MaskedShard, RowFlags, add_pruned, flag_rows
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect
 
@@ -20,7 +20,7 @@ def slot(weight: torch.Tensor, kept: list[int]) -> MaskedShard:
 def test_one_table_of_a_kernel_is_not_noted() -> None:
     flags = {0: RowFlags(10), 2: RowFlags(4)}
     ids = torch.tensor([3, 99, 98, 1, 1, 97, 7, 3])
-    flag(flags, [0, 1, 2, 1, 0], ids, [0, 1, 3, 5, 6, 8])
+    flag_rows(flags, [0, 1, 2, 1, 0], ids, [0, 1, 3, 5, 6, 8])
     assert [rows.rows().tolist() for rows in flags.values()] == [[3, 7], [1]]
 
     weights = [torch.zeros(count, 4) for count in (10, 100, 4)]

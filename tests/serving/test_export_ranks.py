@@ -347,6 +347,7 @@ def killed(path: Path, rank: int, exchange: int) -> None:
     export(model, sparsifier, path / "served")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(("rank", "exchange"), [(1, 1), (0, 1)], ids=["other", "writer"])
 def test_a_killed_rank_leaves_no_artifact(tmp_path: Path, rank: int, exchange: int) -> None:

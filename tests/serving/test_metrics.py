@@ -217,6 +217,7 @@ class SlowNumber(int):
         return int(self) + other
 
 
+@pytest.mark.slow
 def test_additions_of_threads_do_not_overlap() -> None:
     tally = Tally({"t": 0})
     in_threads(lambda: [tally.add(["t"], [SlowNumber(1)]) for _ in range(500)])
