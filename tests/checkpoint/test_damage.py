@@ -18,7 +18,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from dist_sparse.checkpoint.checkpoints import checkpoint_summary
 from dist_sparse.checkpoint.storage import StepFolders
 from dist_sparse.checks import sealed
 from tests.checkpoint.models import Job, flipped, same
