@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from dist_sparse.checkpoint.checkpoints import checkpoint_summary
 from dist_sparse.checkpoint.storage import StepFolders
 from dist_sparse.checks import sealed
 from tests.checkpoint.models import Job, flipped, same
@@ -113,7 +114,7 @@ def test_what_is_no_regular_file(name: str, kind: str, job: Job, tmp_path: Path)
     path, before = tmp_path / STEP / name, job.state()
     replaced(kind, path)
     wanted = rf"{path} is refused: it must be a regular file, not a link\."
-    inspect = partial(summary, tmp_path / STEP)
+    inspect = partial(checkpoint_summary, tmp_path / STEP)
     for call in (inspect, lambda: job.checkpoints.resume_latest(**job.parts)):
         with pytest.raises(ValueError, match=wanted):
             call()
