@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dist_sparse.enforcer.rows import KeptIds
+from dist_sparse.enforcer.rows import EVERY, KeptIds
 from dist_sparse.extras.device import flat_scores
 from dist_sparse.masking import device as device_module
 from tests.extras.device.simulated.account import Spent
@@ -18,6 +18,7 @@ from tests.extras.device.simulated.ceilings import (
     FIRST_STEP,
     GROWS,
     ORDINARY_STEP,
+    SAMPLED_STEP,
     UPDATE,
     UPDATE_BY_TOTALS,
     above,
@@ -71,6 +72,21 @@ def test_masks_and_weights_are_the_cpus(name: str, score: str) -> None:
     assert not above(spent["update"], (UPDATE if with_norms else UPDATE_BY_TOTALS)[name])
     if score == "norm":
         assert not above(spent["first"], FIRST_STEP[name])
+
+
+@pytest.mark.parametrize("name", SAMPLED_STEP)
+def test_what_a_sampled_step_costs(name: str) -> None:
+    launches = []
+    with on_device():
+        for tables in (2, 8):
+            run = Run("cuda", BLOCKS[name], [one_rank(500, 128)] * tables)
+            run.update()
+            run.train(EVERY)
+            sampled, next_one = run.ordinary_step(), run.ordinary_step()
+            assert not above(sampled, SAMPLED_STEP[name])
+            assert not above(next_one, ORDINARY_STEP[name])
+            launches.append(sampled.launches)
+    assert launches[0] == launches[1] > ORDINARY_STEP[name].launches
 
 
 def grows(what: str) -> list[Any]:
