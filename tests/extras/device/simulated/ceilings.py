@@ -50,11 +50,11 @@ ORDINARY_STEP: Final = {
 
 # A step that counts its lookups for the records: one in 16. It launches more than the others, however
 # many tables there are, and does not wait.
-SAMPLED_STEP: Final = {"row": Ceiling(0, 24, 20, 20), "1x4": Ceiling(0, 24, 20, 20)}
+SAMPLED_STEP: Final = {"row": Ceiling(0, 16, 5, 2), "1x4": Ceiling(0, 15, 9, 2)}
 
 # The first step after a mask update takes the new masks, and does not wait either.
 FIRST_STEP: Final = {
-    "row": Ceiling(0, 43, 87, 1),
+    "row": Ceiling(0, 44, 87, 1),
     "1x4": Ceiling(0, 40, 49, 1),
     "2x2": Ceiling(0, 54, 250, 12),
     "1x1": Ceiling(0, 42, 133, 1),
