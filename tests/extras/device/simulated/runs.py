@@ -34,8 +34,8 @@ def small_programs() -> Iterator[None]:
     """Inside it, on the device, a launch has a few programs of many small tiles each, and several
     copies of its histograms: as for large tables."""
     with (
-        mock.patch.object(kernels, "TILE", 256),
-        mock.patch.object(kernels, "PROGRAMS", 7),
+        mock.patch.object(kernels, "TILE", 512),
+        mock.patch.object(kernels, "PROGRAMS", 5),
         mock.patch.object(kernels, "_SHARED", 64),
     ):
         yield

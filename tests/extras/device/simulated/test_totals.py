@@ -69,8 +69,8 @@ def test_masks_are_the_cpus(block: str, name: str, squares: bool) -> None:
     assert all(map(torch.equal, expected, found))
 
 
-@pytest.mark.parametrize("name", ["of rows", "of elements", "lookups"])
-@pytest.mark.parametrize("block", ["row", "1x4", "1x6", "1x24"])
+@pytest.mark.parametrize("name", ["of rows", "of elements"])
+@pytest.mark.parametrize("block", ["row", "1x6", "1x24"])
 def test_programs_of_several_tiles(block: str, name: str) -> None:
     torch.manual_seed(0)
     weights, known = torch.randn(ROWS, COLUMNS), TOTALS[name]()
