@@ -118,17 +118,22 @@ def test_few_kernels_are_compiled() -> None:
     """Although each sample lists another number of blocks."""
     sizes: set[int] = set()
     compiled: set[Any] = set()
-    launch = kernels._launch
+    kernel = kernels.sweep_kernel
 
-    def noted(launched: Any, jobs: Any, width: int, *outputs: Any, **constants: Any) -> None:
-        if constants.get("LISTED"):
-            sizes.add(jobs[0].blocks)
-            compiled.add((constants["BUCKETS"], constants["COPIES"]))
-        launch(launched, jobs, width, *outputs, **constants)
+    class Noted:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(table: Any, *arguments: Any, **constants: Any) -> None:
+                if constants["LISTED"]:
+                    # The second field of the first job: blocks.
+                    sizes.add(int(inner(table)[1]))
+                    compiled.add((constants["BUCKETS"], constants["COPIES"]))
+                kernel[grid](table, *arguments, **constants)
+
+            return launch
 
     with (
         on_device(),
-        mock.patch.object(kernels, "_launch", noted),
+        mock.patch.object(kernels, "sweep_kernel", Noted()),
         mock.patch.object(kernels, "_SHARED", 16),
     ):
         for seed in range(6):
