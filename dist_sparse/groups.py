@@ -348,7 +348,12 @@ class RankGroup(Group):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See :meth:`Group.all_reduce`."""
-        with self._sending("all_reduce", tensor) as sent:
+        there = tensor
+        if tensor.is_cpu and not self._sends_from_cpu:
+            # From pinned memory: the host waits for the sum alone, not for this copy too.
+            pinned = torch.empty_like(tensor, pin_memory=True)
+            there = pinned.copy_(tensor).to(self.device, non_blocking=True)
+        with self._sending("all_reduce", there) as sent:
             dist.all_reduce(sent, group=self.process_group)
         return sent.to(tensor.device)
 
@@ -381,8 +386,9 @@ class RankGroup(Group):
         mine = [error is not None, digest(action), digest(facts), _balance(facts.replicas)]
         # As lists: comparing tensors would take memory, after which some ranks would have agreed.
         reports = self._gather_reports(torch.tensor(mine, dtype=torch.int64))
-        _, *first = reports[0][:3]
-        if any([failed or digests != first for failed, *digests, _ in reports]):
+        # No rank has failed, and all have the digests of the first.
+        agreed = [0, *reports[0][1:3]]
+        if any([report[:3] != agreed for report in reports]):
             raise self._refused(self._refusal(action, facts, error)) from error
         # Each balance is modulo 2**64.
         if sum([report[3] for report in reports]) % (1 << 64):

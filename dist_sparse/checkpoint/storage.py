@@ -476,7 +476,7 @@ def step_of(path: str | os.PathLike[str]) -> int | None:
 _STAGED = 1 << 26
 
 
-class _Staging:
+class Staging:
     """Copies tensors of a device to CPU memory through two pieces of pinned memory.
 
     Straight into pageable memory, copies run at a fraction of the bus's rate. Pinned memory for
@@ -525,7 +525,7 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     DCP's stagers copy the whole storage of a view: here all tables of a TorchRec table batch.
     """
     found: dict[str, Tensor] = {}
-    staging = _Staging()
+    staging = Staging()
     for key, tensor in tensors.items():
         if isinstance(tensor, ShardedTensor):
             shards = [

@@ -80,9 +80,11 @@ def assign(rows: Tensor, books: Tensor, out: Tensor) -> None:
     linear = entries.transpose(1, 2) * (-2 * ENTRIES)
     for chunk, codes in _chunks(rows, out):
         weights = round_to_grid(chunk.view(-1, groups, width), scales)
-        for group in range(groups):
-            nearest = torch.addmm(constant[group], weights[:, group], linear[group]).amin(1)
-            codes[:, group] = nearest.long().bitwise_and_(ENTRIES - 1).to(torch.uint8)
+        nearest = [
+            torch.addmm(constant[group], weights[:, group], linear[group]).amin(1)
+            for group in range(groups)
+        ]
+        codes.copy_(torch.stack(nearest, 1).long().bitwise_and_(ENTRIES - 1))
 
 
 def _chunks(rows: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

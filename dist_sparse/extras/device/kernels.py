@@ -205,8 +205,21 @@ def programs_for(blocks: Sequence[int], width: int) -> list[int]:
         width: elements of a block.
     """
     tiles = [-(-each // _at_once(width)) for each in blocks]
-    total = sum(tiles)
+    # Lists without room have no tiles.
+    total = max(1, sum(tiles))
     return [max(1, min(each, each * PROGRAMS // total)) for each in tiles]
+
+
+def copies_for(jobs: int, blocks: int) -> int:
+    """Return how many copies a launch has of the histogram of each shard: a power of two. Triton
+    compiles a kernel for each, and sizes of lists change in every mask update.
+
+    Args:
+        jobs: number of shards.
+        blocks: of the largest one.
+    """
+    copies = max(1, min(_COPIES // jobs, blocks // _SHARED))
+    return 1 << (copies.bit_length() - 1)
 
 
 def sweep(
@@ -230,8 +243,7 @@ def sweep(
             so far: only the bits of removed ones change.
         counts: count, without buckets.
     """
-    most = max(job.blocks for job in jobs)
-    copies = max(1, min(_COPIES // len(jobs), most // _SHARED)) if buckets else 1
+    copies = copies_for(len(jobs), max(job.blocks for job in jobs)) if buckets else 1
     size = (copies, 1 + buckets) if buckets else (5,)
     dtype = torch.int32 if buckets else torch.int64
     output = None

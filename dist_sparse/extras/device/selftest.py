@@ -80,6 +80,8 @@ CHECKS: dict[str, Check] = {
     "compact": use_checks.compact_model,
     "export": use_checks.exported,
     "checkpoints": use_checks.checkpointed,
+    "guard": use_checks.undone,
+    "codes": use_checks.coded,
 }
 
 # Checks that need CUDA. TorchRec's fused pipeline, too: it records streams.

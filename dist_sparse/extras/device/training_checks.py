@@ -333,8 +333,7 @@ def _check_streams(model: MaskedModel, block: str, cycles: int) -> None:
         raise Difference(f"{block}: the mask update changed nothing that is looked up")
     # 2. The update is late, and the lookup after it must wait. update() would wait for it.
     _zero_late(model.sparsifier, cycles)
-    for group in model.sparsifier.data_groups.values():
-        group["sparsity_level"] = 0.9
+    model.set_level(0.9)
     model.sparsifier.step()
     early = look_up()
     synchronize(model.device)

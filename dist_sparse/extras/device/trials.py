@@ -152,14 +152,14 @@ class MaskedModel:
                 total, _ = live[tensor.data_ptr()]
                 total.view(-1).copy_(sums[name][row : row + rows])
 
-    def update(self, level: float | Mapping[str, float]) -> None:
-        """Update the masks, and wait until the device has done so.
-
-        Args:
-            level: the new sparsity level, of all tables or by name.
-        """
+    def set_level(self, level: float | Mapping[str, float]) -> None:
+        """Set the sparsity level, of all tables or by name."""
         for name, group in self.sparsifier.data_groups.items():
             group["sparsity_level"] = level[name] if isinstance(level, Mapping) else level
+
+    def update(self, level: float | Mapping[str, float]) -> None:
+        """Update the masks to this level, and wait until the device has done so."""
+        self.set_level(level)
         self.sparsifier.step()
         synchronize(self.device)
 

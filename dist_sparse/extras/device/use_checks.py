@@ -1,7 +1,8 @@
-"""Checks of the self-test on what a masked model is used for: compact tables, artifacts and
-checkpoints."""
+"""Checks of the self-test on what a masked model is used for: compact tables, artifacts,
+checkpoints, updates that a guard undoes, and codes."""
 
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from dist_sparse.compaction.compact import compact, expand
 from dist_sparse.extras.device.trials import (
     Difference,
     MaskedModel,
+    NotRun,
     Sizes,
     random_tables,
     require_equal_masks,
 )
 from dist_sparse.groups import world_group
+from dist_sparse.serving.books import LEAST_ROWS
 from dist_sparse.serving.export import export
 from dist_sparse.serving.served import load_served
 from dist_sparse.torchrec.trial import TrialTables, trial_batch
@@ -130,3 +133,60 @@ def _resume(checkpoints: Checkpoints) -> Any:
             raise Difference(f"found {found} instead of step {step}")
 
     return resume
+
+
+def _extra(name: str) -> Any:
+    """Return a module of another extra.
+
+    Raises:
+        NotRun: the extra is not installed.
+    """
+    try:
+        return import_module(f"dist_sparse.extras.{name}")
+    except ModuleNotFoundError as missing:
+        raise NotRun(f"needs the extra {name}") from missing
+
+
+def undone(device: torch.device, sizes: Sizes) -> str:
+    """Undo a mask update, as a guard does, and compare masks and weights with those before it."""
+    undo = _extra("guard.undo")
+    for block in ("row", "1x4"):
+        trial = TrialTables(sizes.shapes, optimizer="EXACT_ROWWISE_ADAGRAD")
+        model = MaskedModel(trial, device, block)
+        model.write(random_tables(trial))
+        model.update(0.3)
+        model.train(model.batches())
+        masks = model.sparsifier.masks
+        masks.undo = last = undo.LastUpdate()
+        kept, before = model.sparsifier.audit(), model.weights()
+        model.update(0.6)
+        if model.sparsifier.audit() == kept:
+            raise Difference(f"{block}: the update that is undone removed nothing")
+        last.undo(masks, masks.tables.locate())
+        require_equal_masks(f"{block}, after an undone update", model.sparsifier.audit(), kept)
+        for found, expected in zip(model.weights(), before, strict=True):
+            _require_equal(f"{block}: weights after an undone update", found, expected)
+    return "2 blocks, bit for bit"
+
+
+def coded(device: torch.device, sizes: Sizes) -> str:
+    """Compare books and codes with those of the same table in one process on the CPU."""
+    quantize = _extra("codes").quantize
+    shape = max(LEAST_ROWS, sizes.small), 64
+    trial = TrialTables({"coded": shape})
+    model = MaskedModel(trial, device, "row", attach=False)
+    tables = random_tables(trial)
+    model.write(tables)
+    alone = nn.EmbeddingBag(*shape, _weight=tables["coded"])
+    with (
+        quantize(model.model, [], codes=16, begin=0) as there,
+        quantize(alone, [], codes=16, begin=0) as here,
+    ):
+        for handle in (there, here):
+            handle.step()
+        _require_equal("books", there.books["coded"].float(), here.books["weight"].float())
+        [expected] = here.coded()["weight"].shards
+        for rect, codes in there.coded()["coded"].shards:
+            own = expected.tensor[rect.row : rect.row_end]
+            _require_equal("codes", codes.cpu().float(), own.float())
+    return f"{shape[0]} x {shape[1]}, 16 codes a row, bit for bit"

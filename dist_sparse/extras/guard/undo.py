@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dist_sparse.checkpoint.storage import Staging
 from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.masks import BlockMask, removed_parts
 from dist_sparse.sparsifiers.masks import Masks
@@ -46,6 +47,7 @@ class LastUpdate:
     def keep(self, masks: Masks, located: Located, made: Mapping[str, NewMasks]) -> None:
         """Replace the update that was kept so far. Must be called before anything is zeroed."""
         states = masks.hooks.states()
+        staging = Staging()
         self._removed = {}
         for name, new in made.items():
             self._removed[name] = []
@@ -58,7 +60,7 @@ class LastUpdate:
                 values = []
                 for tensor in _tensors_of(shard, states):
                     parts = removed_parts(tensor, removed, rows)
-                    values.append([_kept_on_host(part[flags]) for part, flags in parts])
+                    values.append([_on_host(part[flags], staging) for part, flags in parts])
                 self._removed[name].append(_Removed(removed, rows, values))
         self.before = masks.tables.snapshot()
 
@@ -89,14 +91,10 @@ class LastUpdate:
         self.before, self._removed = {}, {}
 
 
-def _kept_on_host(values: Tensor) -> Tensor:
+def _on_host(values: Tensor, staging: Staging) -> Tensor:
     """Return removed values in CPU memory: until the next validation, they may be half of the
-    tables. Pinned memory is copied at the full rate of the bus."""
-    if values.is_cpu:
-        return values
-    kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    # With a wait: undo() may run on another stream.
-    return kept.copy_(values)
+    tables. Pageable memory, as torch would round pinned memory up to powers of two."""
+    return values if values.is_cpu else staging.copy(values)
 
 
 def _tensors_of(shard: Shard, states: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:

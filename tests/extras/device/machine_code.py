@@ -41,12 +41,14 @@ class Counts(NamedTuple):
 
     Args:
         registers: of a thread.
-        tile: instructions of the largest loop, a loop inside it counted once: of a tile, for each
-            warp.
+        tile: instructions of the largest loop, a loop inside it counted once, or of a kernel
+            without a loop: of a tile, for each warp.
         popc: POPC, of which a multiprocessor issues a quarter as many as of most instructions.
         shared_atomics: ATOMS.
         fences: MEMBAR, which wait for all memory operations before them.
-        load: bits of the widest load from memory in that loop.
+        loads: loads from memory in that loop. There are more of them if one gets narrower, though
+            another stays wide.
+        load: bits of the widest of these.
     """
 
     registers: int
@@ -54,6 +56,7 @@ class Counts(NamedTuple):
     popc: int
     shared_atomics: int
     fences: int
+    loads: int
     load: int
 
 
@@ -201,6 +204,7 @@ def counts_of(binary: Any) -> Counts:
         popc=kinds.count("POPC"),
         shared_atomics=kinds.count("ATOMS"),
         fences=kinds.count("MEMBAR"),
+        loads=len(widths),
         load=max(widths, default=0),
     )
 
@@ -222,7 +226,7 @@ def _output(tool: str, *arguments: str) -> str:
 
 def _largest_loop(code: str) -> tuple[list[str], slice]:
     """Return all instructions, and where the largest loop is: from a label to the last jump back to
-    it."""
+    it. Without a loop, that is all up to the end of the program."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in code.splitlines():
@@ -234,6 +238,9 @@ def _largest_loop(code: str) -> tuple[list[str], slice]:
     for end, start in _jumps(instructions, labels):
         if end + 1 - start > largest.stop - largest.start:
             largest = slice(start, end + 1)
+    if not largest.stop:
+        ends = [place for place, text in enumerate(instructions) if "EXIT" in text]
+        largest = slice(0, ends[-1] + 1)
     return instructions, largest
 
 

@@ -112,6 +112,29 @@ def loads_wrong_weights(patch: Patch) -> None:
     patch.setattr(Checkpoints, "resume_latest", then_writes)
 
 
+def undoes_wrongly(patch: Patch) -> None:
+    kind = pytest.importorskip("dist_sparse.extras.guard.undo").LastUpdate
+    undo = kind.undo
+
+    def then_writes(last: Any, masks: Any, located: Any) -> None:
+        undo(last, masks, located)
+        for data in located.values():
+            for shard in data.shards:
+                shard.tensor.mul_(1.1)
+
+    patch.setattr(kind, "undo", then_writes)
+
+
+def writes_other_tables(patch: Patch) -> None:
+    pytest.importorskip("dist_sparse.extras.codes")
+    write = MaskedModel.write
+
+    def doubled(model: Any, tables: Any) -> None:
+        write(model, {name: 2 * table for name, table in tables.items()})
+
+    patch.setattr(MaskedModel, "write", doubled)
+
+
 DIFFER = "weights differ by"
 MASKS = "masks of .* differ"
 NOT_ZERO = "removed weights are not zero"
@@ -137,6 +160,8 @@ BROKEN: dict[str, Case] = {
     "compact": (compacts_wrongly, "compact model differ"),
     "export": (exports_other_weights, "served outputs"),
     "checkpoints": (loads_wrong_weights, "weights, 0 steps after"),
+    "guard": (undoes_wrongly, "weights after an undone update"),
+    "codes": (writes_other_tables, "books differ"),
 }
 
 # Of these, one for each kind of fault runs in every run.

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dist_sparse import ImportanceSparsifier, MaskEnforcer
+from dist_sparse.extras.device import kernels
 from tests.extras.device.simulated.account import Spent
 from tests.extras.device.simulated.fake import counting, cuda, fake_cuda, inner
 from tests.extras.device.simulated.tables import Collection, Kernel, Layout, one_rank, standing_in
 
-__all__ = ["BLOCKS", "Run", "on_device"]
+__all__ = ["BLOCKS", "Run", "on_device", "small_programs"]
 
 BLOCKS: Final = {"row": (1, "ROW"), "1x4": (1, 4), "2x2": (2, 2), "1x1": (1, 1)}
 
@@ -24,6 +26,18 @@ BLOCKS: Final = {"row": (1, "ROW"), "1x4": (1, 4), "2x2": (2, 2), "1x1": (1, 1)}
 def on_device() -> Iterator[None]:
     """The device, and tables that may be on it."""
     with fake_cuda(), standing_in():
+        yield
+
+
+@contextlib.contextmanager
+def small_programs() -> Iterator[None]:
+    """Inside it, on the device, a launch has a few programs of many small tiles each, and several
+    copies of its histograms: as for large tables."""
+    with (
+        mock.patch.object(kernels, "TILE", 512),
+        mock.patch.object(kernels, "PROGRAMS", 5),
+        mock.patch.object(kernels, "_SHARED", 64),
+    ):
         yield
 
 

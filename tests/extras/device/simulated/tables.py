@@ -118,7 +118,9 @@ class Kernel(nn.Module):
         flags = kept(call["indices"], ends if ends.is_cuda else ends.tolist())
         given = call["per_sample_weights"]
         weights = flags.float() if given is None else given.masked_fill(~flags, 0)
-        return {**call, "per_sample_weights": weights}
+        # FBGEMM computes no gradients of weights then.
+        none = torch.zeros(len(self.features), dtype=torch.int32, device=flags.device)
+        return {**call, "per_sample_weights": weights, "feature_requires_grad": none}
 
     def restore_pooling(self, *_: object) -> None: ...
 
@@ -191,7 +193,13 @@ class Batch(nn.Module):
         self._look_up = kernel.look_up
 
     def forward(
-        self, *, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, bags: int
+        self,
+        *,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None,
+        bags: int,
+        feature_requires_grad: Tensor | None = None,
     ) -> Tensor:
         return self._look_up(indices, offsets, per_sample_weights, bags)
 

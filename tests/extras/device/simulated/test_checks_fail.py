@@ -1,5 +1,5 @@
-"""Checks of the self-test report what is broken: a wait, memory, a slow kernel, a missing event. On
-the device that is not there, with stand-ins for TorchRec's collections."""
+"""Checks of the self-test report what is broken: a wrong or slow kernel, a wait, memory, a missing
+event. On the device that is not there, with stand-ins for TorchRec's collections."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import triton.language as tl
 from torch import Tensor
 
 from dist_sparse import MaskEnforcer
 from dist_sparse.enforcer.fused import StreamOrder
-from dist_sparse.extras.device import training_checks, trials, update_checks
+from dist_sparse.extras.device import kernels, training_checks, trials, update_checks
 from dist_sparse.extras.device.trials import Difference, Sizes
 from dist_sparse.torchrec.trial import TrialTables
 from tests.extras.device.simulated.fake import CUDA, inner
@@ -89,6 +90,11 @@ def is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_checks, "kernel_seconds", lambda model: {"sweep": 100.0})
 
 
+def kernel_scores_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    score_bits = kernels.score_bits
+    monkeypatch.setattr(kernels, "score_bits", lambda mean: score_bits(tl.abs(mean - 1.0)))
+
+
 def update_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamOrder, "before_write", lambda order: None)
 
@@ -107,8 +113,13 @@ def lookup_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CASES = [
+    (
+        training_checks.masks_equal_the_cpus,
+        kernel_scores_otherwise,
+        "row by norm at 0.5: the masks",
+    ),
     (training_checks.ordinary_steps_never_wait, waits_in_a_hook, "the host waits"),
-    (update_checks.mask_updates, waits_often, r"1\d waits instead of 9"),
+    (update_checks.mask_updates, waits_often, r"1\d waits instead of 5"),
     (update_checks.mask_updates, takes_memory, "more memory instead of"),
     (update_checks.mask_updates, is_slow, "sweep: .* GB/s instead of"),
     (training_checks.streams_are_ordered, update_does_not_wait, "update did not wait"),
@@ -128,6 +139,7 @@ def test_a_check_reports_what_is_broken(
 @pytest.mark.parametrize(
     "check",
     [
+        training_checks.masks_equal_the_cpus,
         training_checks.ordinary_steps_never_wait,
         training_checks.streams_are_ordered,
         update_checks.mask_updates,

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from dist_sparse import groups
-from dist_sparse.extras.device import flat_scores
+from dist_sparse.extras.device import flat_scores, update_checks
+from dist_sparse.masking import selection
 from dist_sparse.tables.shards import Rect
 from tests.dist.plugin import on_ranks
 from tests.extras.device.simulated import fake
-from tests.extras.device.simulated.ceilings import WAITS_OF_TWO_RANKS
+from tests.extras.device.simulated.ceilings import WAITS_OF_ALL_ROUNDS, WAITS_OF_TWO_RANKS
 from tests.extras.device.simulated.collectives import fake_world, nccl
 from tests.extras.device.simulated.fake import inner
 from tests.extras.device.simulated.runs import BLOCKS, Run, on_device
@@ -95,6 +96,46 @@ def test_waits_do_not_grow_with_tables(name: str) -> None:
         found[tables] = plain, spent.waits
     assert found[2] == found[8], spent.lines
     assert found[8] == WAITS_OF_TWO_RANKS[name], (found, spent.lines)
+
+
+def in_three_classes(name: str, seed: int, ties: bool) -> torch.Tensor:
+    """A table whose blocks are small, of middling size, or large. The middling ones, where half of
+    all blocks are smaller, differ in their last bits, or tie. A list has room for them."""
+    width = COLS if name == "row" else 4
+    count = ROWS * COLS // width
+    place = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) / count
+    sizes = torch.where(place < 0.46, 0.1, torch.where(place < 0.54, 1.2, 10.0))
+    # All scores of one size have the same leading 21 bits.
+    near = 1 if ties else 1 + 3.6e-5 * (place - 0.5) / 0.08
+    return (sizes * near).repeat_interleave(width).view(ROWS, COLS)
+
+
+@on_ranks(2, local_world_size=1)
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("name", ["row", "1x4"])
+def test_waits_of_all_rounds(name: str, ties: bool) -> None:
+    """As in large tables: sampled if blocks are finer than rows, with three rounds for the scores
+    and three for the places of ties. The self-test allows as many."""
+    tables = [in_three_classes(name, seed, ties) for seed in range(2)]
+    rank, rounds = dist.get_rank(), [(8, 16), (4, 16), (0, 16)]
+    with (
+        nccl(),
+        on_device(),
+        mock.patch.object(flat_scores, "_SMALL", 1),
+        mock.patch.object(selection, "_index_rounds", lambda blocks: rounds),
+    ):
+        run = Run("cuda", BLOCKS[name], [BY_ROWS] * 2, rank)
+        for shard, table in zip(run.kernel.rows(), tables, strict=True):
+            shard.copy_(BY_ROWS.shard(table, rank))
+        run.update(0.3)
+        spent = run.update(0.5)
+        expected = Run("cpu", BLOCKS[name], [one_rank(ROWS, COLS)] * 2)
+        for shard, table in zip(expected.kernel.rows(), tables, strict=True):
+            shard.copy_(table)
+        expected.update(0.5)
+        assert all(map(torch.equal, whole(expected), whole(run)))
+    assert spent.waits == WAITS_OF_ALL_ROUNDS[name][ties], spent.lines
+    assert spent.waits <= update_checks.most_waits(name, 2)
 
 
 @on_ranks(2, local_world_size=1)

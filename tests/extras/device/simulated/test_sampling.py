@@ -23,8 +23,8 @@ from dist_sparse.masking.goal import Goal
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.shards import Block, Rect, Shard, whole
 from tests.extras.device.simulated.account import Spent
-from tests.extras.device.simulated.fake import counting, cuda, inner
-from tests.extras.device.simulated.runs import on_device
+from tests.extras.device.simulated.fake import CUDA, counting, cuda, inner
+from tests.extras.device.simulated.runs import on_device, small_programs
 
 ROWS, COLUMNS = 240, 128
 BLOCK = (1, 4)
@@ -100,6 +100,60 @@ TABLES: dict[str, Callable[[], tuple[Tensor, int]]] = {
 def test_masks_are_the_cpus(name: str) -> None:
     weights, removed = TABLES[name]()
     on_both([weights], removed)
+
+
+@pytest.mark.parametrize("name", ["normal", "few values, so that most tie", "a level that falls"])
+def test_programs_of_several_tiles(name: str) -> None:
+    """Each lists blocks of many tiles in its region, and counts in one of several copies."""
+    weights, removed = TABLES[name]()
+    expected = masks_of([weights, weights * 2], removed)
+    with on_device(), small_programs():
+        assert len(set(kernels.programs_for([BLOCKS, BLOCKS], 4))) == 1
+        assert kernels.copies_for(2, BLOCKS) > 1
+        found = masks_of([cuda(weights), cuda(weights * 2)], removed)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_few_kernels_are_compiled() -> None:
+    """Although each sample lists another number of blocks."""
+    sizes: set[int] = set()
+    compiled: set[Any] = set()
+    kernel = kernels.sweep_kernel
+
+    class Noted:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(table: Any, *arguments: Any, **constants: Any) -> None:
+                if constants["LISTED"]:
+                    # The second field of the first job: blocks.
+                    sizes.add(int(inner(table)[1]))
+                    compiled.add((constants["BUCKETS"], constants["COPIES"]))
+                kernel[grid](table, *arguments, **constants)
+
+            return launch
+
+    with (
+        on_device(),
+        mock.patch.object(kernels, "sweep_kernel", Noted()),
+        mock.patch.object(kernels, "_SHARED", 16),
+    ):
+        for seed in range(6):
+            masks_of([cuda(normal(seed))], BLOCKS // 2)
+    assert len({size // 16 for size in sizes}) > 3
+    # Two numbers of copies for the counts, one kernel for the bits.
+    assert len(compiled) <= 3
+    assert {kernels.copies_for(1, blocks << 17) for blocks in range(300)} == {
+        1 << power for power in range(9)
+    }
+
+
+def test_lists_without_room_are_read() -> None:
+    """If no shard of a launch has any."""
+    with on_device():
+        lengths = torch.zeros(2, dtype=torch.int32, device=CUDA)
+        job = kernels.Job(0, 0, lengths=lengths.data_ptr(), programs=2)
+        swept = kernels.sweep([job, job], kernels.SCORES, CUDA, 1024, from_list=True)
+        assert swept.tally is not None and not inner(swept.tally).any()
+    assert kernels.programs_for([0, 0], 4) == [1, 1]
 
 
 def test_a_pool_is_the_cpus() -> None:

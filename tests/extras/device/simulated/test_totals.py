@@ -14,7 +14,7 @@ from dist_sparse.masking.goal import Goal
 from dist_sparse.masking.scores import ByTotals, RowTotals
 from dist_sparse.tables.shards import Block, Rect, whole
 from tests.extras.device.simulated.fake import counting, cuda, inner
-from tests.extras.device.simulated.runs import on_device
+from tests.extras.device.simulated.runs import on_device, small_programs
 
 ROWS, COLUMNS = 301, 48
 RECT = Rect(0, 0, ROWS, COLUMNS)
@@ -66,6 +66,18 @@ def test_masks_are_the_cpus(block: str, name: str, squares: bool) -> None:
     with on_device():
         there = known._replace(total=cuda(known.total))
         found = masks_of(cuda(weights), there, BLOCKS[block], squares)
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("name", ["of rows", "of elements"])
+@pytest.mark.parametrize("block", ["row", "1x6", "1x24"])
+def test_programs_of_several_tiles(block: str, name: str) -> None:
+    torch.manual_seed(0)
+    weights, known = torch.randn(ROWS, COLUMNS), TOTALS[name]()
+    expected = masks_of(weights, known, BLOCKS[block], True)
+    with on_device(), small_programs():
+        there = known._replace(total=cuda(known.total))
+        found = masks_of(cuda(weights), there, BLOCKS[block], True)
     assert all(map(torch.equal, expected, found))
 
 

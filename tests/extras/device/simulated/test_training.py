@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dist_sparse.enforcer.rows import KeptIds
+from dist_sparse.enforcer.rows import EVERY, KeptIds
 from dist_sparse.extras.device import flat_scores
 from dist_sparse.masking import device as device_module
 from tests.extras.device.simulated.account import Spent
@@ -18,6 +18,7 @@ from tests.extras.device.simulated.ceilings import (
     FIRST_STEP,
     GROWS,
     ORDINARY_STEP,
+    SAMPLED_STEP,
     UPDATE,
     UPDATE_BY_TOTALS,
     above,
@@ -71,6 +72,21 @@ def test_masks_and_weights_are_the_cpus(name: str, score: str) -> None:
     assert not above(spent["update"], (UPDATE if with_norms else UPDATE_BY_TOTALS)[name])
     if score == "norm":
         assert not above(spent["first"], FIRST_STEP[name])
+
+
+@pytest.mark.parametrize("name", SAMPLED_STEP)
+def test_what_a_sampled_step_costs(name: str) -> None:
+    found = []
+    with on_device():
+        for layouts in (None, [one_rank(500, 128)] * 8):
+            run = Run("cuda", BLOCKS[name], layouts)
+            run.update()
+            run.train(EVERY)
+            found.append((run.ordinary_step(), run.ordinary_step()))
+    (sampled, next_one), (of_many, _) = found
+    assert not above(sampled, SAMPLED_STEP[name])
+    assert not above(next_one, ORDINARY_STEP[name])
+    assert of_many.launches == sampled.launches > next_one.launches
 
 
 def grows(what: str) -> list[Any]:
