@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +78,28 @@ def test_the_dockerfile_copies_what_exists() -> None:
     pins += (ROOT / "requirements" / "cpu.txt").read_text()
     for pin in re.findall(r"\b[a-z]+==[\d.]+", DOCKERFILE):
         assert pin in pins.split(), pin
+
+
+@pytest.mark.slow
+def test_the_package_builds_from_what_the_dockerfile_copies(tmp_path: Path) -> None:
+    """Without an index: the image has one, for setuptools alone."""
+    source = tmp_path / "src"
+    source.mkdir()
+    before_app = DOCKERFILE.partition("WORKDIR /app")[0]
+    for words in re.findall(r"^COPY (.+)$", before_app, re.M):
+        *copied, to = words.split()
+        for name in copied:
+            if (ROOT / name).is_dir():
+                skip = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / name, source / to, ignore=skip)
+            else:
+                shutil.copy(ROOT / name, source / to)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "wheel"]
+    offline = ["--no-deps", "--no-index", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*pip, *offline, str(source)], check=True, cwd=tmp_path)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        assert "dist_sparse/serving/served.py" in files.namelist()
 
 
 class Running(NamedTuple):
