@@ -28,7 +28,7 @@ pytest.importorskip("dist_sparse.extras.report")
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM
 
-from dist_sparse import load_served
+from dist_sparse import export, load_served
 from dlrm import movielens
 from dlrm.batches import DataError, Dataset
 from tests.warm import run_ranks_of, run_script
@@ -295,6 +295,38 @@ def test_from_training_to_a_server_with_a_delta(data: Dataset, tmp_path: Path) -
         until = time.monotonic() + PATIENCE
         while is_listening(server.address):
             assert time.monotonic() < until
+
+
+@pytest.mark.slow
+def test_workers_share_a_table_until_a_delta_writes_to_it(tmp_path: Path) -> None:
+    """A table of 256 MB: of its pages, a worker has those alone that its delta has written."""
+    rows, dim = 1_000_000, 64
+    tables = [
+        EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"])
+    ]
+    dlrm = DLRM(EmbeddingBagCollection(tables), 3, [dim], [16, 1])
+
+    def publish(version: str, **since: Any) -> None:
+        folder = tmp_path / "published" / version
+        folder.mkdir(parents=True)
+        save_layers(dlrm, folder / "layers.safetensors")
+        export(dlrm, None, folder / "tables", **since)
+
+    publish("000")
+    with served(tmp_path / "published", tmp_path / "app") as server:
+
+        def own(worker: int) -> float:
+            return server.metrics()[f'own_memory_bytes{{worker="{worker}"}}'] / 2**20
+
+        before = [own(worker) for worker in range(WORKERS)]
+        assert max(before) < 20, before
+        with torch.no_grad():
+            [weight] = dlrm.sparse_arch.parameters()
+            weight[::100] += 1
+        publish("001", since=tmp_path / "published" / "000" / "tables")
+        server.said(r"worker \d: version 1, applied in")
+        after = [own(worker) for worker in range(WORKERS)]
+        assert min(after) > 30 and max(after) < 80, after
 
 
 @pytest.mark.slow

@@ -44,7 +44,9 @@ def test_a_wrong_function_is_two_sentences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(Path(model).parent)
-    check_wrong_function(["frontier", f"{model}:{function}", "--budget", "10%"], message, status, capsys)
+    check_wrong_function(
+        ["frontier", f"{model}:{function}", "--budget", "10%"], message, status, capsys
+    )
 
 
 def test_a_wrong_table_is_one_sentence(model: str, capsys: pytest.CaptureFixture[str]) -> None:
