@@ -213,7 +213,6 @@ class TestSite:
             for name in named:
                 assert name in done.stdout + done.stderr
 
-
     def test_pages_link_to_their_source_once_a_release_names_it(
         self, copy: Path, tmp_path: Path
     ) -> None:
