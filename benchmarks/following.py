@@ -83,7 +83,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--movielens", type=Path, help="folder with ml-100k.inter")
-    parser.add_argument("--lastfm", type=Path, help="lastfm.npz: user, artist, tag, date")
+    parser.add_argument(
+        "--lastfm",
+        type=Path,
+        help="HetRec 2011: the folder with user_taggedartists.dat; or an .npz of it",
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--intervals", type=int, nargs="+", default=[], help="beside 10: 1 5 40")
     options = parser.parse_args()

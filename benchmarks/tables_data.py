@@ -10,6 +10,7 @@ its name and line.
 from __future__ import annotations
 
 import csv
+import datetime
 import hashlib
 import re
 import sys
@@ -41,6 +42,7 @@ __all__ = [
     "grouplens",
     "lastfm",
     "lastfm_crossed",
+    "lastfm_log",
     "movielens_100k",
     "with_negatives",
 ]
@@ -50,6 +52,11 @@ Ints = npt.NDArray[np.int64]
 TRAINED = 0.8
 """The part of a log that trains: the earliest."""
 
+_TAGGINGS = "user_taggedartists.dat"
+_FIRST_YEAR = 2005
+"""Of Last.FM's tags. HetRec's file has five taggings that are dated decades earlier."""
+
+_EPOCH = datetime.date(1970, 1, 1).toordinal()
 _MISSING = -1
 """Stands for an empty field, before it is hashed."""
 
@@ -180,11 +187,11 @@ def lastfm(path: Path, part: float = 1.0, negatives: int = NEGATIVES) -> Dataset
     tag with another artist.
 
     Args:
-        path: an .npz with user, artist, tag and date in days, in the order of the date.
+        path: as for :func:`lastfm_log`.
         part: of the log, the earliest.
         negatives: for each tagging.
     """
-    log = arrays_of(path, ("user", "artist", "tag", "date"))
+    log = lastfm_log(path)
     log = {name: each[: int(part * len(each))] for name, each in log.items()}
     user, date = log["user"], log["date"]
     past, hours = movielens.past_of_user(user, date * 86_400)
@@ -196,6 +203,38 @@ def lastfm(path: Path, part: float = 1.0, negatives: int = NEGATIVES) -> Dataset
 def lastfm_crossed(path: Path) -> Problem:
     """Return Last.FM with a negative for each tagging, and a cross of user and tag."""
     return Problem(data=_crossed(lastfm(path, negatives=1), ("user", "tag")), group=2)
+
+
+def lastfm_log(path: Path) -> dict[str, Ints]:
+    """Return user, artist, tag and date in days of the taggings of Last.FM, in the order of the
+    date.
+
+    Args:
+        path: the folder that HetRec 2011 published, or an .npz with these arrays.
+    """
+    names = ("user", "artist", "tag", "date")
+    if not path.is_dir():
+        return arrays_of(path, names)
+    found = {name: array("q") for name in names}
+
+    def parse(fields: Sequence[str]) -> None:
+        ids = [_integer(name, text) for name, text in zip(names[:3], fields[:3], strict=True)]
+        day, month, year = (
+            _integer(name, text)
+            for name, text in zip(("day", "month", "year"), fields[3:], strict=True)
+        )
+        if year >= _FIRST_YEAR:
+            days = datetime.date(year, month, day).toordinal() - _EPOCH
+            for column, value in zip(found.values(), (*ids, days), strict=True):
+                column.append(value)
+
+    file = path / _TAGGINGS
+    _each(file, islice(_separated(file, "\t"), 1, None), 6, parse, first=2)
+    columns = {name: np.array(values, dtype=np.int64) for name, values in found.items()}
+    for name in names[:3]:
+        columns[name] = np.unique(columns[name], return_inverse=True)[1]
+    order = np.argsort(columns["date"], kind="stable")
+    return {name: values[order] for name, values in columns.items()}
 
 
 def arrays_of(path: Path, names: Sequence[str]) -> dict[str, Ints]:

@@ -2,7 +2,8 @@
 
 A method has forms: columns, the kept share of the rows, and how the rows are served. The share
 follows from the bytes, which include scales, bitmaps, books, and ids of rows. Tables with fewer
-than 256 rows stay whole in all methods.
+than 256 rows stay whole in all methods. "Touched rows" are those that training read: the others
+are removed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ __all__ = [
     "ALL_FORMS",
     "FULL",
     "METHODS",
+    "TOUCHED",
+    "ZCH",
     "Case",
     "Form",
     "forms",
@@ -45,11 +48,14 @@ Case = dict[str, Any]
 Rows = Mapping[str, int]
 
 FULL = "full"
-_UNTOUCHED = "untouched rows"
+TOUCHED = "touched rows"
+"""Begins the name of a form whose untouched rows are removed."""
+
+_RETRAINED = f"{TOUCHED}, retrained"
 _SMALL = "smaller dim"
 _HASH, _TWO_HASHES, _CUT = "hash", "two hashes, summed", "frequency cut"
-_LEVEL, _CODES, _ZCH = "rows by level", "codes", "TorchRec's ZCH"
-METHODS = (_UNTOUCHED, _SMALL, _HASH, _TWO_HASHES, _CUT, _LEVEL, _CODES, _ZCH)
+_LEVEL, _CODES, ZCH = "rows by level", "codes", "TorchRec's ZCH"
+METHODS = (_RETRAINED, _SMALL, _HASH, _TWO_HASHES, _CUT, _LEVEL, _CODES, ZCH)
 
 _SERVED: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "fp32"},
@@ -62,7 +68,7 @@ _SERVED: dict[str, dict[str, Any]] = {
 
 ALL_FORMS = (
     *_SERVED,
-    *(f"{_UNTOUCHED}, {served}" for served in ("fp32", "int8", "int4", "int4 column")),
+    *(f"{TOUCHED}, {served}" for served in ("fp32", "int8", "int4", "int4 column")),
 )
 """How the full table is served: with all rows, and without those that training never read."""
 
@@ -90,6 +96,7 @@ class Form:
         share: of the rows that are kept, in the tables that shrink.
         largest: whether the largest table shrinks alone, instead of all large ones.
         group: columns of a code.
+        interval: batches between two updates of managed collisions.
     """
 
     dim: int
@@ -97,6 +104,7 @@ class Form:
     share: float = 1.0
     largest: bool = False
     group: int = 0
+    interval: int = 0
 
 
 def _row_bytes(dim: int, served: str) -> float:
@@ -119,9 +127,9 @@ def forms(method: str, rows: Rows, read: Rows, dim: int, limit: float) -> list[F
         dim: columns of the full table.
     """
     narrower = [each for each in range(dim, 0, -4)]
-    if method in (_SMALL, _UNTOUCHED):
-        kept = _kept_rows(rows, read) if method == _UNTOUCHED else rows
-        index = _bitmaps(_large(rows)) if method == _UNTOUCHED else 0.0
+    if method in (_SMALL, _RETRAINED):
+        kept = _kept_rows(rows, read) if method == _RETRAINED else rows
+        index = _bitmaps(_large(rows)) if method == _RETRAINED else 0.0
         found = []
         for served in ("int4 column", "int4"):
             fitting = (each for each in narrower if index + _plain(kept, each, served) <= limit)
@@ -177,7 +185,7 @@ def _share(method: str, rows: Rows, form: Form, limit: float) -> float:
     fixed = _plain(others, form.dim, form.served)
     fixed += len(shrunk) * _table_bytes(form.dim, form.served)
     fixed += _bitmaps(shrunk) if method in (_CUT, _LEVEL) else 0.0
-    row = _row_bytes(form.dim, form.served) + (_ID_BYTES if method == _ZCH else 0)
+    row = _row_bytes(form.dim, form.served) + (_ID_BYTES if method == ZCH else 0)
     return max(0.0, min(1.0, (limit - fixed) / (row * max(1, sum(shrunk.values())))))
 
 
@@ -254,7 +262,7 @@ def run(case: Case, problem: Problem, batch: int) -> dict[str, Any]:
     kept = {name: max(2, int(form.share * count)) for name, count in shrunk.items()}
     data = _MAPPED[method](part.data, kept) if method in _MAPPED else part.data
     rows, managed = {each.name: each.rows for each in data.sparse}, None
-    if method == _ZCH:
+    if method == ZCH:
         # The last row is shared by all ids without one.
         managed = original
         rows = {name: kept.get(name, count + 1) for name, count in original.items()}
@@ -266,6 +274,7 @@ def run(case: Case, problem: Problem, batch: int) -> dict[str, Any]:
         lr=case["lr"],
         seed=case["seed"],
         managed=managed,
+        interval=form.interval,
     )
     groups = data.train.view(-1, part.group)
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(case["seed"]))
@@ -280,7 +289,7 @@ def run(case: Case, problem: Problem, batch: int) -> dict[str, Any]:
         index_bytes = 0.0  # of what finds rows, and export() does not write
         if method == _CUT:
             index_bytes = _bitmaps(shrunk)
-        elif method == _ZCH:
+        elif method == ZCH:
             index_bytes = float(_ID_BYTES * sum(kept.values()))
         found = dict(_measured(case, model, handle, data, index_bytes))
     del model, handle
@@ -319,16 +328,16 @@ def _measured(
     """Yield each form in which the tables are served, with its bytes and its quality."""
     trained = {name: table.clone() for name, table in model.tables.items()}
     names = ALL_FORMS if case["served"] == "all" else [case["served"]]
-    if case["method"] == _UNTOUCHED:
-        names = [f"{_UNTOUCHED}, {case['served']}"]
+    if case["method"] == _RETRAINED:
+        names = [f"{TOUCHED}, {case['served']}"]
     for name in names:
         for table, weight in trained.items():
             model.tables[table].copy_(weight)
-        served, sparse = name.removeprefix(f"{_UNTOUCHED}, "), handle
+        served, sparse = name.removeprefix(f"{TOUCHED}, "), handle
         if served != name:
             large = list(_large({key: len(weight) for key, weight in trained.items()}))
             sparse = remove_untouched(model.module, include=large)
-        size = index_bytes + _serve(model, sparse, served, case["method"] == _ZCH)
+        size = index_bytes + _serve(model, sparse, served, case["method"] == ZCH)
         logits = model.logits(data, data.test)
         labels = data.labels[data.test]
         quality = Predictions(logits, labels)
@@ -340,7 +349,7 @@ def _measured(
                 "ne": quality.ne,
                 "log_loss": float(binary_cross_entropy_with_logits(logits, labels)),
                 # Whether an id has a row of managed collisions is known inside them only.
-                **({} if case["method"] == _ZCH else {"cold": _cold(model, data)}),
+                **({} if case["method"] == ZCH else {"cold": _cold(model, data)}),
             },
         )
 

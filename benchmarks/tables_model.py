@@ -38,8 +38,6 @@ from dlrm.batches import Dataset
 __all__ = ["NETWORKS", "Model", "collection_of"]
 
 _DENSE_LR = 3e-3
-_EVICT_EVERY = 10
-"""Batches between two updates of managed collisions."""
 
 _CPU = torch.device("cpu")
 
@@ -81,7 +79,9 @@ NETWORKS = {"DLRM": _dlrm, "DeepFM": _deepfm}
 class _Managed(nn.Module):
     """TorchRec's managed collisions in the place of a collection: they return ids beside bags."""
 
-    def __init__(self, rows: Mapping[str, int], ids: Mapping[str, int], dim: int) -> None:
+    def __init__(
+        self, rows: Mapping[str, int], ids: Mapping[str, int], dim: int, interval: int
+    ) -> None:
         super().__init__()
         tables = collection_of(rows, dim)
         self.configs = tables.embedding_bag_configs()
@@ -90,7 +90,7 @@ class _Managed(nn.Module):
                 zch_size=count,
                 device=_CPU,
                 eviction_policy=DistanceLFU_EvictionPolicy(),
-                eviction_interval=_EVICT_EVERY,
+                eviction_interval=interval,
                 input_hash_size=ids[name],
             )
             for name, count in rows.items()
@@ -131,6 +131,7 @@ class Model:
         lr: learning rate of the tables.
         seed: draws the weights.
         managed: the number of ids of each table, whose rows TorchRec's managed collisions give out.
+        interval: batches between two updates of managed collisions.
     """
 
     def __init__(
@@ -143,13 +144,14 @@ class Model:
         lr: float,
         seed: int,
         managed: Mapping[str, int] | None = None,
+        interval: int = 1,
     ) -> None:
         torch.manual_seed(seed)
         tables: Any = collection_of(rows, dim)
         stored, sharder, path = tables, EmbeddingBagCollectionSharder(), ""
         if managed is not None:
             SplitTableBatchedEmbeddingBagsCodegen.reset_embedding_weight_momentum = _reset_state
-            tables, path = _Managed(rows, managed, dim), ".managed"
+            tables, path = _Managed(rows, managed, dim, interval), ".managed"
             stored, sharder = tables.managed, ManagedCollisionEmbeddingBagCollectionSharder()
         made = NETWORKS[network](tables, len(data.dense_names), dim)
         apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": lr})

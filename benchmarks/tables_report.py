@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.sweep_plot import INK
-from benchmarks.tables_methods import ALL_FORMS, FULL, METHODS
+from benchmarks.tables_methods import ALL_FORMS, FULL, METHODS, TOUCHED
 
 __all__ = ["Line", "lines_of", "plot", "report", "verdict"]
 
@@ -29,7 +29,7 @@ _LOOKS = dict(
     zip(
         METHODS,
         (
-            ("#009E73", "o"),
+            ("#44AA99", "o"),
             ("#0072B2", "s"),
             ("#999933", "v"),
             ("#56B4E9", "v"),
@@ -67,7 +67,7 @@ class Line:
         """With the dtype, if it comes from the full table."""
         if self.budget != "100%":
             return self.method
-        return self.served if self.served.startswith("untouched") else f"{FULL}, {self.served}"
+        return self.served if _removes(self) else f"{FULL}, {self.served}"
 
     def values(self, figure: str) -> list[float]:
         """A figure of each seed."""
@@ -150,31 +150,38 @@ def verdict(lines: Sequence[Line]) -> str:
 
 
 def _removes(line: Line) -> bool:
-    return line.served.startswith("untouched")
+    return line.served.startswith(TOUCHED)
 
 
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def report(rows: Sequence[Row], about: Mapping[str, str], settings: int) -> str:
+def report(
+    rows: Sequence[Row], about: Mapping[str, str], settings: int, notes: Sequence[str] = ()
+) -> str:
     """Return the result as markdown.
 
     Args:
         rows: of the tested cases, and of those that don't fit.
         about: describes each data set.
-        settings: of each method, in each case.
+        settings: of each method, in each case, at most.
+        notes: paragraphs about the run.
     """
     found = lines_of(rows)
     seeds = sorted({row["seed"] for row in rows if "seed" in row})
     parts = [
         (
             "One pass over the earliest 80% of the examples, tested on the rest. Row-wise Adagrad"
-            f" for tables, Adam for layers. Each method: {settings} settings for each number of"
-            " bytes, chosen on the last fifth of the training part with a seed of its own, then"
-            f" seeds {', '.join(map(str, seeds))}. Bytes: of an artifact that `dist_sparse.export`"
+            f" for tables, Adam for layers. Each method: up to {settings} settings for each number of"
+            " bytes, the full table twice as many, each as near as possible to the best so far; the"
+            " best is chosen on the last fifth"
+            " of the training part with a seed of its own, then trained with seeds"
+            f" {', '.join(map(str, seeds))}. Bytes: of an artifact that `dist_sparse.export`"
             " wrote, against all rows in float32 at the tuned columns, with scales, bitmaps, books,"
-            " and what finds a row; layers are not counted. Quality is measured with the values"
+            " and what finds a row; layers are not counted. Touched rows: those that training read; the"
+            " others are removed. Touched rows, retrained: the same after a training with columns and"
+            " learning rate for these bytes. Quality is measured with the values"
             " that the artifact serves. Tables with fewer than 256 rows stay whole."
         ),
         (
@@ -183,7 +190,9 @@ def report(rows: Sequence[Row], about: Mapping[str, str], settings: int) -> str:
             " training never read, or zeros. CPU: seconds of a training, on one thread of a shared"
             " machine."
         ),
+        *notes,
         _summary(found, rows),
+        _everywhere(found, rows),
         "## Verdicts",
         "\n".join(
             f"- {data}, {network}: {verdict(lines)}" for (data, network), lines in found.items()
@@ -207,8 +216,7 @@ def _summary(found: Mapping[Key, Sequence[Line]], rows: Sequence[Row]) -> str:
     ]
     budgets = dict.fromkeys(row["budget"] for row in rows)
     for budget in budgets:
-        names = ALL_FORMS if budget == "100%" else METHODS
-        for name in names:
+        for name in _names(rows, budget):
             cells = []
             for case in cases:
                 mine = [
@@ -218,10 +226,37 @@ def _summary(found: Mapping[Key, Sequence[Line]], rows: Sequence[Row]) -> str:
                     and (line.served if budget == "100%" else line.method) == name
                 ]
                 cells.append(_difference(mine[0]) if mine else "does not fit")
-            label = name if budget != "100%" or name.startswith("untouched") else f"{FULL}, {name}"
-            if set(cells) != {"does not fit"}:
-                out.append(f"| {budget} | {label} | {' | '.join(cells)} |")
+            label = name if budget != "100%" or name.startswith(TOUCHED) else f"{FULL}, {name}"
+            out.append(f"| {budget} | {label} | {' | '.join(cells)} |")
     return "\n".join(out)
+
+
+def _names(rows: Sequence[Row], budget: str) -> list[str]:
+    """Return what was tried at a number of bytes: forms of the full table, or methods."""
+    mine = [row for row in rows if row["budget"] == budget]
+    if budget == "100%":
+        return [name for name in ALL_FORMS if any(name in row["served_as"] for row in mine)]
+    return [name for name in METHODS if any(row["method"] == name for row in mine)]
+
+
+def _everywhere(found: Mapping[Key, Sequence[Line]], rows: Sequence[Row]) -> str:
+    """Say which methods hold: they fit in all cases, and are never below float32 beyond noise."""
+    said = []
+    for budget in dict.fromkeys(row["budget"] for row in rows if row["budget"] != "100%"):
+        good = []
+        for name in _names(rows, budget):
+            lines = [
+                line
+                for some in found.values()
+                for line in some
+                if line.budget == budget and line.method == name
+            ]
+            if len(lines) == len(found) and all(line.against_full >= 0 for line in lines):
+                good.append(name)
+        said.append(f"at {budget}, {', '.join(good) or 'none'}")
+    if not said:
+        return ""
+    return f"With a new training, never below float32 by more than the noise: {'; '.join(said)}."
 
 
 def _difference(line: Line) -> str:
@@ -258,7 +293,7 @@ def _losers(found: Mapping[Key, Sequence[Line]]) -> str:
 
 
 def _details(lines: Sequence[Line]) -> str:
-    head = "at most | method | columns | rows | served | bytes | AUC | over float32 | NE | log loss | cold | CPU"
+    head = "at most | method | columns | learning rate | rows | served | bytes | AUC | over float32 | NE | log loss | cold | CPU"
     out = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
     for line in lines:
         one = line.rows[0]
@@ -266,14 +301,17 @@ def _details(lines: Sequence[Line]) -> str:
         where = " of the largest table" if one["largest"] else ""
         kept = "all" if one["share"] == 1 else f"{one['share']:.0%}{where}"
         if _removes(line):
-            kept = "read"
+            kept = "touched"
+        if one.get("interval"):
+            kept += f", updates every {one['interval']}"
         served = f"{one['dim'] // one['group']} codes" if one["group"] else line.served
         cells = [
             line.budget,
             line.name,
             one["dim"],
+            f"{one['lr']:g}",
             kept,
-            served.removeprefix("untouched rows, "),
+            served.removeprefix(f"{TOUCHED}, "),
             f"{line.share:.1%}",
             _figure(line, "auc"),
             over,

@@ -1,4 +1,4 @@
-"""Sparsify a TorchRec model, in one process and under torchrun."""
+"""Remove the rows that training never read: TorchRec, in one process and under torchrun."""
 
 import logging
 import os

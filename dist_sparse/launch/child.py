@@ -53,8 +53,10 @@ def torchrun(shown: str, words: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     except ValueError as error:
-        # An argument that only torch can check, such as the GPUs of `--nproc gpu`.
-        print(f"launch: error: torchrun: {error} `--nproc gpu` needs a GPU here.", file=sys.stderr)
+        # An argument that only torch can check. Of `gpu` it says no more than that CUDA is missing.
+        gpus = words[words.index("--nproc-per-node") + 1] == "gpu"
+        hint = " `--nproc gpu` needs a GPU here." if gpus else ""
+        print(f"launch: error: torchrun: {error}{hint}", file=sys.stderr)
         return 2
     return 0
 

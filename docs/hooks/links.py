@@ -39,12 +39,15 @@ _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Accept two spaces of indentation in lists, as code hosts do; Python-Markdown wants four. Show
-    version and licence in the footer, with a link to the repository once a release has named it."""
+    version and licence in the footer. Once a release has named the repository, link to it from the
+    footer, and to the source from each page."""
     config.markdown_extensions.insert(0, _TwoSpaces())  # type: ignore[arg-type]
     about = tomllib.loads((_root(config) / "pyproject.toml").read_text())["project"]
     version, repository = f"{about['name']} {about['version']}", about["urls"]["Repository"]
     if ".invalid/" not in repository:
         version = f'<a href="{repository}">{version}</a>'
+        # Not repo_url: with it, the theme fetches stars and forks from the code host.
+        config.edit_uri = f"{repository}/edit/main/docs/"
     config.copyright = f"{version}, {about['license']}"
     return config
 

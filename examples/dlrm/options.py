@@ -175,6 +175,15 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
     return options
 
 
+def is_usual(options: argparse.Namespace) -> bool:
+    """Return whether all options that decide what is trained are the default, except the seed, the
+    sharding and the number of processes."""
+    data = (options.data, options.epochs, options.batch_size)
+    models = (options.dims, options.level, options.block, options.every, options.score)
+    usual = (None, {"user_x_genre": 0.95}, (1, ROW), 20, "norm_accumulator")
+    return (data, models) == ((None, 1, 128), usual)
+
+
 def started_world() -> int | None:
     """Return the number of processes that torchrun started, or None if it did not start this
     one."""

@@ -83,6 +83,21 @@ def write_movielens_20m(folder: Path, ratings: int, users: int = 300, movies: in
     return folder
 
 
+def write_lastfm(folder: Path, events: int = 200) -> Path:
+    """Write HetRec's user_taggedartists.dat, in the order of users, with gaps between ids, and one
+    tagging dated long before Last.FM began."""
+    folder.mkdir(exist_ok=True)
+    draw = np.random.default_rng(0)
+    lines = ["userID\tartistID\ttagID\tday\tmonth\tyear", "2\t7\t9\t1\t6\t1956"]
+    users = np.sort(draw.integers(0, 40, events)).tolist()
+    for number, user in enumerate(users):
+        artist, tag, month = draw.integers(0, 40, 3).tolist()
+        when = f"1\t{1 + month % 12}\t{2005 + number % 6}"
+        lines.append(f"{2 + 3 * user}\t{51 + 2 * artist}\t{1 + tag}\t{when}")
+    (folder / "user_taggedartists.dat").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 def _up_to(count: int) -> range:
     return range(1, count + 1)
 

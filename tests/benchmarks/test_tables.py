@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ pytest.importorskip("dist_sparse.extras.codes")
 
 from benchmarks import tables, tables_methods
 from benchmarks.tables_data import Problem
-from benchmarks.tables_methods import ALL_FORMS, FULL, METHODS, Form, forms, run
+from benchmarks.tables_methods import ALL_FORMS, FULL, METHODS, ZCH, Form, forms, run
 from benchmarks.tables_report import lines_of, report, verdict
 from dlrm.batches import Dataset, SparseFeature
 from tests.benchmarks.files import write_avazu, write_criteo, write_movielens_1m
@@ -64,7 +65,9 @@ def test_a_method_fits_its_bytes(method: str, network: str) -> None:
     assert 1 <= len(found) <= 2
     for form in found:
         case = {"network": network, "method": method, "lr": 0.1, "seed": 0, "part": "test"}
-        case |= {name: getattr(form, name) for name in Form.__dataclass_fields__}
+        case |= asdict(form)
+        if method == ZCH:
+            case["interval"] = 2
         figures = run(case, problem, 64)
         [quality] = figures["served_as"].values()
         assert 0 < quality["bytes"] <= limit
@@ -77,7 +80,7 @@ def test_a_method_fits_its_bytes(method: str, network: str) -> None:
 def test_the_full_table_is_served_in_all_forms_of_one_training() -> None:
     problem = small_problem()
     case = {"network": "DLRM", "method": FULL, "lr": 0.1, "seed": 0, "part": "test"}
-    case |= {"dim": 8, "served": "all", "share": 1.0, "largest": False, "group": 0}
+    case |= {**asdict(Form(dim=8, served="fp32")), "served": "all"}
     found = run(case, problem, 64)["served_as"]
     assert tuple(found) == ALL_FORMS
     rows = sum(ROWS.values())
@@ -88,9 +91,9 @@ def test_the_full_table_is_served_in_all_forms_of_one_training() -> None:
     read = rows_read(problem)
     bits = sum(4 * -(-ROWS[name] // 32) for name in ("item", "user"))
     kept = read["item"] + read["user"] + ROWS["day"]
-    assert sizes["untouched rows, fp32"] == 32 * kept + bits
+    assert sizes["touched rows, fp32"] == 32 * kept + bits
     # Of the test, half of the items at least are new.
-    assert found["fp32"]["cold"] == found["untouched rows, fp32"]["cold"] > 0.25
+    assert found["fp32"]["cold"] == found["touched rows, fp32"]["cold"] > 0.25
 
 
 @on_ranks(1)
@@ -120,15 +123,27 @@ def test_two_hashes_add_two_rows() -> None:
 def arguments(folder: Path, *more: str) -> list[str]:
     data = str(write_movielens_1m(folder / "ml", 900))
     out = ["--out", str(folder / "out"), "--cache", str(folder / "cache")]
-    short = ["--networks", "DLRM", "--budgets", "20%", "--seeds", "0", "1", "--batch", "128"]
+    short = [
+        "--networks",
+        "DLRM",
+        "--budgets",
+        "20%",
+        "--seeds",
+        "0",
+        "1",
+        "--batch",
+        "128",
+        "--settings",
+        "4",
+    ]
     return ["--movielens", data, *out, *short, *more]
 
 
 @on_ranks(1)
 def test_a_run_continues_where_it_was_interrupted(tmp_path: Path) -> None:
-    argv = arguments(tmp_path, "--methods", "hash", "untouched rows")
+    argv = arguments(tmp_path, "--methods", "hash", "touched rows, retrained")
     trained: list[Any] = []
-    stop = 7
+    stop = 11
 
     def train(case: Any, problem: Problem, batch: int) -> Any:
         if len(trained) == stop:
@@ -138,20 +153,57 @@ def test_a_run_continues_where_it_was_interrupted(tmp_path: Path) -> None:
 
     with mock.patch.object(tables_methods, "run", train):
         assert tables.main(argv) == 130
-        assert len(list((tmp_path / "cache").glob("*.json"))) == len(trained) == 7
+        assert len(list((tmp_path / "cache").glob("*.json"))) == len(trained) == 11
         assert not (tmp_path / "out").exists()
         stop = 1000
         assert tables.main(argv) == 0
-        # 4 settings and 2 seeds: of the full table and of each method, and none of them twice.
-        assert len(trained) == 18
+        # 4 settings and 2 seeds of each method, 8 settings of the full table; none of them twice.
+        assert len(trained) == 22
         assert tables.main(argv) == 0
-        assert len(trained) == 18
+        assert len(trained) == 22
     [text] = [file.read_text() for file in (tmp_path / "out").glob("*-tables.md")]
     assert "## Verdicts" in text and "| 20% | hash |" in text
     assert len(list((tmp_path / "out").glob("*-tables.png"))) == 1
     [stored] = [json.loads(file.read_text()) for file in (tmp_path / "out").glob("*-tables.json")]
-    assert {row["method"] for row in stored["cases"]} == {FULL, "hash", "untouched rows"}
+    assert {row["method"] for row in stored["cases"]} == {FULL, "hash", "touched rows, retrained"}
     assert {row["seed"] for row in stored["cases"]} == {0, 1}, "not the seed of tuning"
+    command = "python -m benchmarks.tables --movielens PATH --networks DLRM"
+    assert f"`{command} --methods hash 'touched rows, retrained' --budgets 20%" in text
+    assert str(tmp_path) not in text
+
+
+def test_a_search_follows_the_best_and_begins_as_a_longer_one() -> None:
+    best = (1, 4, 0)
+
+    def score(place: tuple[int, int, int]) -> float:
+        return -sum(abs(a - b) for a, b in zip(place, best, strict=True))
+
+    found = tables.climb((2, 6, 1), (0, 2, 0), score, 9)
+    assert max(found, key=found.__getitem__) == best
+    assert len(found) == 9
+    assert list(tables.climb((2, 6, 1), (0, 2, 0), score, 5)) == list(found)[:5]
+    assert len(tables.climb((1, 2, 1), (0, 0, 0), score, 9)) == 2, "no more than there are"
+
+
+@on_ranks(1)
+def test_the_interval_of_managed_collisions_is_tuned(tmp_path: Path) -> None:
+    argv = arguments(tmp_path, "--methods", ZCH, "--seeds", "0", "--settings", "6")
+    assert tables.main(argv) == 0
+    stored = [json.loads(file.read_text()) for file in (tmp_path / "cache").glob("*.json")]
+    tuned = [row for row in stored if row["method"] == ZCH and row["part"] == "tuning"]
+    assert len(tuned) == 6
+    assert len({row["interval"] for row in tuned}) > 1
+    assert {row["interval"] for row in stored if row["method"] == FULL} == {0}
+    [text] = [file.read_text() for file in (tmp_path / "out").glob("*-tables.md")]
+    assert ", updates every " in text
+
+
+def test_a_setting_at_an_end_of_its_range_is_named() -> None:
+    row = {"data": "data", "network": "DLRM", "budget": "10%", "lr": 0.1, "dim": 8, "interval": 0}
+    assert "Chosen at an end: none." in tables.edges([{**row, "method": "hash"}])
+    said = tables.edges([{**row, "method": FULL, "lr": 3.0, "dim": 32}])
+    assert "full at 10%: learning rate 3; data, DLRM, full at 10%: columns 32." in said
+    assert "ZCH at 10%: interval 1." in tables.edges([{**row, "method": ZCH, "interval": 1}])
 
 
 @on_ranks(1)
@@ -160,7 +212,18 @@ def test_criteo_and_avazu_run(kind: str, tmp_path: Path) -> None:
     write = write_criteo if kind == "criteo" else write_avazu
     data = write(tmp_path / "data", 1000)
     out = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache"), "--batch", "400"]
-    one = ["--networks", "DLRM", "--methods", "hash", "--budgets", "20%", "--seeds", "0"]
+    one = [
+        "--networks",
+        "DLRM",
+        "--methods",
+        "hash",
+        "--budgets",
+        "20%",
+        "--seeds",
+        "0",
+        "--settings",
+        "2",
+    ]
     assert tables.main([f"--{kind}", str(data), *out, *one]) == 0
 
 
@@ -197,7 +260,7 @@ def made(
 ) -> list[Any]:
     """Rows of a method: by how it is served, the AUC of each seed, and the bytes."""
     common = {"data": "data", "network": "DLRM", "dense_bytes": 1000, "dim": 16, "lr": 0.1}
-    form = {"share": 1.0, "largest": False, "group": 0, "cpu_seconds": 1.0}
+    form = {"share": 1.0, "largest": False, "group": 0, "interval": 0, "cpu_seconds": 1.0}
     rows = []
     for place, seed in enumerate(SEEDS):
         served = {
@@ -219,8 +282,8 @@ FP32 = [0.700, 0.702, 0.704]  # noise: 0.002
 
 
 def full(int8: float, int4: float, untouched: float) -> list[Any]:
-    over = {"fp32": 0.0, "int8": int8, "int4": int4, "untouched rows, int4": untouched}
-    sizes = {"fp32": 1000.0, "int8": 310.0, "int4": 180.0, "untouched rows, int4": 90.0}
+    over = {"fp32": 0.0, "int8": int8, "int4": int4, "touched rows, int4": untouched}
+    sizes = {"fp32": 1000.0, "int8": 310.0, "int4": 180.0, "touched rows, int4": 90.0}
     auc = {name: [value + more for value in FP32] for name, more in over.items()}
     return made(FULL, "100%", auc, sizes)
 
@@ -238,7 +301,7 @@ def test_the_verdict_is_int8_where_nothing_smaller_is_as_good() -> None:
 
 def test_the_verdict_names_what_is_smaller_and_as_good() -> None:
     rows = full(0.0, -0.001, -0.0005)
-    assert said(rows).endswith("Nothing smaller is: use untouched rows, int4 and stop.")
+    assert said(rows).endswith("Nothing smaller is: use touched rows, int4 and stop.")
     hashed = made("hash", "5%", {"int4": [value - 0.0015 for value in FP32]}, {"int4": 50.0})
     assert said(rows, hashed).endswith("with a second training: hash (5.0%).")
     # As good, and not smaller.
@@ -275,3 +338,14 @@ def test_methods_that_do_not_fit_say_so() -> None:
     other = [{**row, "data": "other"} for row in full(0, 0, 0)]
     text = report([*rows, *other, missing], {"data": "About.", "other": "About."}, 4)
     assert "| 10% | hash | +0.0000 (9.9%) | does not fit |" in text
+    assert "never below float32 by more than the noise: at 10%, none." in text
+    nowhere = {**missing, "method": "codes"}
+    text = report([*rows, *other, missing, nowhere], {"data": "About.", "other": "About."}, 4)
+    assert "| 10% | codes | does not fit | does not fit |" in text
+
+
+def test_methods_that_hold_in_all_cases_are_named() -> None:
+    rows = full(0, 0, 0) + made("hash", "10%", {"int4": FP32}, {"int4": 99.0})
+    rows += made("codes", "10%", {"int4": [value - 0.01 for value in FP32]}, {"int4": 99.0})
+    text = report(rows, {"data": "About."}, 4)
+    assert "never below float32 by more than the noise: at 10%, hash." in text

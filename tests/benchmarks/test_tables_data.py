@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,19 @@ import torch
 
 pytest.importorskip("torchrec")
 
-from benchmarks.tables_data import Problem, avazu, criteo, grouplens, lastfm_crossed
+from benchmarks.tables_data import (
+    Problem,
+    avazu,
+    criteo,
+    grouplens,
+    lastfm_crossed,
+    lastfm_log,
+)
 from dlrm.batches import DataError, SparseFeature
 from tests.benchmarks.files import (
     write_avazu,
     write_criteo,
+    write_lastfm,
     write_movielens_1m,
     write_movielens_20m,
 )
@@ -121,15 +130,29 @@ def test_the_test_of_avazu_begins_with_an_hour(tmp_path: Path) -> None:
     assert any(each.name == "device_model_x_site" for each in problem.data.sparse)
 
 
-def write_lastfm(path: Path, events: int = 200) -> Path:
-    draw = np.random.default_rng(0)
-    user, artist, tag = draw.integers(0, 40, (3, events))
-    np.savez(path, user=user, artist=artist, tag=tag, date=np.arange(events) // 4)
-    return path
+def test_the_folder_of_lastfm_is_read_in_the_order_of_time(tmp_path: Path) -> None:
+    folder = write_lastfm(tmp_path / "hetrec")
+    log = lastfm_log(folder)
+    lines = (folder / "user_taggedartists.dat").read_text().splitlines()[2:]  # not that of 1956
+    rows = [tuple(map(int, line.split("\t"))) for line in lines]
+    when = [date(year, month, day) for *_, day, month, year in rows]
+    order = sorted(range(len(rows)), key=lambda at: when[at])  # stable
+    assert log["date"].tolist() == [(when[at] - date(1970, 1, 1)).days for at in order]
+    for place, name in enumerate(("user", "artist", "tag")):
+        known = sorted({row[place] for row in rows})
+        assert log[name].tolist() == [known.index(rows[at][place]) for at in order]
 
 
-def test_events_of_lastfm_keep_their_negatives(tmp_path: Path) -> None:
-    problem = lastfm_crossed(write_lastfm(tmp_path / "lastfm.npz"))
+@pytest.mark.parametrize("stored", [False, True])
+def test_events_of_lastfm_keep_their_negatives(stored: bool, tmp_path: Path) -> None:
+    path = write_lastfm(tmp_path / "hetrec")
+    if stored:
+        np.savez(tmp_path / "lastfm.npz", **lastfm_log(path))
+        assert (
+            lastfm_crossed(path).fingerprint == lastfm_crossed(tmp_path / "lastfm.npz").fingerprint
+        )
+        path = tmp_path / "lastfm.npz"
+    problem = lastfm_crossed(path)
     check(problem)
     assert problem.group == 2
     assert problem.data.labels.view(-1, 2).sum(1).tolist() == [1.0] * 200
@@ -137,7 +160,7 @@ def test_events_of_lastfm_keep_their_negatives(tmp_path: Path) -> None:
 
 
 def test_tuning_uses_the_training_part_alone(tmp_path: Path) -> None:
-    problem = lastfm_crossed(write_lastfm(tmp_path / "lastfm.npz"))
+    problem = lastfm_crossed(write_lastfm(tmp_path / "hetrec"))
     earlier = problem.earlier().data
     assert torch.equal(torch.cat([earlier.train, earlier.test]), problem.data.train)
     assert len(earlier.train) == 256
@@ -216,6 +239,17 @@ AVAZU_ROW = "1,0,14102100," + ",".join(["1"] * 21)
             "data, line 2: the label is 'yes', not 0 or 1",
         ),
         ("lastfm", {}, "data is missing"),
+        ("hetrec", {}, "user_taggedartists.dat can't be read: No such file"),
+        (
+            "hetrec",
+            {"user_taggedartists.dat": "userID\n1\t2\t3\t1\t13\t2009"},
+            "user_taggedartists.dat, line 2: month must be in 1..12",
+        ),
+        (
+            "hetrec",
+            {"user_taggedartists.dat": "userID\n1\t2\t3\t1\t4"},
+            "user_taggedartists.dat, line 2: it does not have 6 fields",
+        ),
         ("lastfm", {"data": "text"}, "data is not an .npz of whole numbers"),
         ("lastfm", {"npz": "user"}, "data has no array artist, tag, date"),
     ],
@@ -236,6 +270,7 @@ def test_a_file_that_does_not_fit_is_named_with_its_line(
         "criteo": lambda: criteo(tmp_path / "data", LIMIT),
         "avazu": lambda: avazu(tmp_path / "data", LIMIT),
         "lastfm": lambda: lastfm_crossed(tmp_path / "data"),
+        "hetrec": lambda: lastfm_crossed(tmp_path),
     }
     with pytest.raises(DataError) as error:
         readers[what]()

@@ -197,16 +197,7 @@ class TestSite:
                     )
 
     def test_what_leads_nowhere_stops_the_build(self, copy: Path, tmp_path: Path) -> None:
-        """A site of two pages, with all else as it is, so that it is built in seconds."""
-        for name in ("Makefile", "dist_sparse", "pyproject.toml", "requirements"):
-            (tmp_path / name).symlink_to(copy / name)
-        (tmp_path / "docs").mkdir()
-        (tmp_path / "docs" / "hooks").symlink_to(copy / "docs" / "hooks")
-        settings = (copy / "mkdocs.yml").read_text()
-        (tmp_path / "mkdocs.yml").write_text(
-            re.sub(r"^nav:\n(?: .*\n|\n)+", "", settings, flags=re.MULTILINE)
-        )
-        (tmp_path / "docs" / "other.md").write_text("# Other\n")
+        prepare_two_pages(copy, tmp_path)
         links = ("nowhere.md", "other.md#nowhere", "../benchmarks/nowhere.md")
         # Ends the build before links are looked at.
         wrong = {"::: dist_sparse.nowhere": ["dist_sparse.nowhere"]}
@@ -221,6 +212,36 @@ class TestSite:
             assert (done.returncode != 0) == bool(named), done.stdout + done.stderr
             for name in named:
                 assert name in done.stdout + done.stderr
+
+    def test_pages_link_to_their_source_once_a_release_names_it(
+        self, copy: Path, tmp_path: Path
+    ) -> None:
+        prepare_two_pages(copy, tmp_path)
+        project = (copy / "pyproject.toml").read_text()
+        assert "Edit this page" not in (copy / "site" / "rows.html").read_text()
+        named = re.sub(r'(?m)^Repository = ".*"', 'Repository = "https://host.test/it"', project)
+        (tmp_path / "pyproject.toml").unlink()
+        (tmp_path / "pyproject.toml").write_text(named)
+        (tmp_path / "docs" / "index.md").write_text("# Start\n")
+        done = built(tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        page = (tmp_path / "site" / "other.html").read_text()
+        assert 'href="https://host.test/it/edit/main/docs/other.md"' in page
+        assert 'href="https://host.test/it"' in page, "in the footer"
+
+
+def prepare_two_pages(copy: Path, folder: Path) -> None:
+    """Make a site of two pages, with all else as it is, so that it is built in seconds; its index
+    is not written yet."""
+    for name in ("Makefile", "dist_sparse", "pyproject.toml", "requirements"):
+        (folder / name).symlink_to(copy / name)
+    (folder / "docs").mkdir()
+    (folder / "docs" / "hooks").symlink_to(copy / "docs" / "hooks")
+    settings = (copy / "mkdocs.yml").read_text()
+    (folder / "mkdocs.yml").write_text(
+        re.sub(r"^nav:\n(?: .*\n|\n)+", "", settings, flags=re.MULTILINE)
+    )
+    (folder / "docs" / "other.md").write_text("# Other\n")
 
 
 needs_chromium = pytest.mark.skipif(

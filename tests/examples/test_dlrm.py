@@ -25,8 +25,9 @@ from dist_sparse.extras.report.summary import numbers
 from dlrm import interactions, movielens
 from dlrm.batches import DataError, Dataset, SparseFeature, batches, steps_per_pass
 from dlrm.model import DIM, sharding_of
-from dlrm.options import parse
-from dlrm.report import tables_table
+from dlrm.options import is_usual, parse
+from dlrm.report import SEEDS, WHOLE, noise_of, served_table, tables_table
+from dlrm.served import Served
 from dlrm.train import TableRow
 from tests.warm import run_ranks_of, run_script
 
@@ -455,6 +456,39 @@ def test_a_table_takes_one_line_of_80_columns(monkeypatch: pytest.MonkeyPatch) -
     row = TableRow("user_x_genre", (50_000, 32), "data_parallel", 1_280_000, **counts)
     line = tables_table([row]).splitlines()[-1]
     assert line.startswith("user_x_genre") and line.endswith("1,280,000") and len(line) <= 80
+
+
+def test_the_noise_is_that_of_the_log() -> None:
+    text = (MAIN.parents[2] / "docs" / "dev" / "log.md").read_text()
+    section = text.partition("### Untouched rows over three seeds")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\|[^|]+\|[^|]+%((?: \| 0\.\d{4}){3}) \|$", section, re.MULTILINE)
+    logged = [tuple(map(float, re.findall(r"0\.\d{4}", row))) for row in rows]
+    assert logged == [WHOLE, *SEEDS.values()]
+    said = re.search(r"noise: (±0\.\d{4}(?:(?:, | and )±0\.\d{4})+)\.", section)
+    assert said is not None
+    assert re.findall(r"±0\.\d{4}", said[1]) == [f"±{noise_of(run):.4f}" for run in SEEDS]
+
+
+def test_an_artifact_has_its_noise_where_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def served(run: str, size: int) -> Served:
+        files = {"folder": Path(run), "file_bytes": size, "difference": 0.0}
+        return Served(run=run, dtype="int4", auc=0.7, **files)  # type: ignore[arg-type]
+
+    dense = served("dense", 1000)
+    artifacts = [dense, served("folded rows", 20), served("dense dim 8", 90)]
+    lines = served_table(dense, artifacts, noise=True).splitlines()
+    assert lines[0].endswith("AUC    delta    noise") and max(map(len, lines)) <= 80
+    assert [line.endswith("±0.0019") for line in lines[2:]] == [False, True, False]
+    assert "noise" not in served_table(dense, artifacts, noise=False)
+
+
+def test_other_options_have_other_noise() -> None:
+    for words in ([], ["--seed", "3"], ["--sharding", "row_wise"]):
+        assert is_usual(parse(None, words)), words
+    for words in (["--epochs", "2"], ["--dims", "4"], ["--level", "0.9"], ["--norm", "L1"]):
+        assert not is_usual(parse(None, words)), words
 
 
 def check(result: Printed, level: float, rows_per_block: int, columns_per_block: int) -> None:

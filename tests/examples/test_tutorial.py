@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ pytest.importorskip("dist_sparse.extras.report")
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM
 
-from dist_sparse import load_served
+from dist_sparse import export, load_served
 from dlrm import movielens
 from dlrm.batches import DataError, Dataset
 from tests.warm import run_ranks_of, run_script
@@ -77,6 +78,28 @@ def test_the_dockerfile_copies_what_exists() -> None:
     pins += (ROOT / "requirements" / "cpu.txt").read_text()
     for pin in re.findall(r"\b[a-z]+==[\d.]+", DOCKERFILE):
         assert pin in pins.split(), pin
+
+
+@pytest.mark.slow
+def test_the_package_builds_from_what_the_dockerfile_copies(tmp_path: Path) -> None:
+    """Without an index: the image has one, for setuptools alone."""
+    source = tmp_path / "src"
+    source.mkdir()
+    before_app = DOCKERFILE.partition("WORKDIR /app")[0]
+    for words in re.findall(r"^COPY (.+)$", before_app, re.M):
+        *copied, to = words.split()
+        for name in copied:
+            if (ROOT / name).is_dir():
+                skip = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / name, source / to, ignore=skip)
+            else:
+                shutil.copy(ROOT / name, source / to)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "wheel"]
+    offline = ["--no-deps", "--no-index", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*pip, *offline, str(source)], check=True, cwd=tmp_path)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        assert "dist_sparse/serving/served.py" in files.namelist()
 
 
 class Running(NamedTuple):
@@ -272,6 +295,38 @@ def test_from_training_to_a_server_with_a_delta(data: Dataset, tmp_path: Path) -
         until = time.monotonic() + PATIENCE
         while is_listening(server.address):
             assert time.monotonic() < until
+
+
+@pytest.mark.slow
+def test_workers_share_a_table_until_a_delta_writes_to_it(tmp_path: Path) -> None:
+    """A table of 256 MB: of its pages, a worker has those alone that its delta has written."""
+    rows, dim = 1_000_000, 64
+    tables = [
+        EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"])
+    ]
+    dlrm = DLRM(EmbeddingBagCollection(tables), 3, [dim], [16, 1])
+
+    def publish(version: str, **since: Any) -> None:
+        folder = tmp_path / "published" / version
+        folder.mkdir(parents=True)
+        save_layers(dlrm, folder / "layers.safetensors")
+        export(dlrm, None, folder / "tables", **since)
+
+    publish("000")
+    with served(tmp_path / "published", tmp_path / "app") as server:
+
+        def own(worker: int) -> float:
+            return server.metrics()[f'own_memory_bytes{{worker="{worker}"}}'] / 2**20
+
+        before = [own(worker) for worker in range(WORKERS)]
+        assert max(before) < 20, before
+        with torch.no_grad():
+            [weight] = dlrm.sparse_arch.parameters()
+            weight[::100] += 1
+        publish("001", since=tmp_path / "published" / "000" / "tables")
+        server.said(r"worker \d: version 1, applied in")
+        after = [own(worker) for worker in range(WORKERS)]
+        assert min(after) > 30 and max(after) < 80, after
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_sparse.launch import child
 from dist_sparse.launch.__main__ import main
 from dist_sparse.launch.run import run
 from dist_sparse.launch.spec import LaunchSpec
@@ -258,3 +259,19 @@ def test_the_launcher_needs_no_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "hint"), [("gpu", " `--nproc gpu` needs a GPU here."), ("2", "")], ids=["gpu", "2"]
+)
+def test_what_only_torchrun_can_check_is_one_line(
+    nproc: str, hint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(words: list[str]) -> None:
+        raise ValueError("It is not available.")
+
+    monkeypatch.setattr("torch.distributed.run.main", refuse)
+    words = ["--nnodes", "1", "--nproc-per-node", nproc, "--", "gpu"]
+    assert child.torchrun("", words) == 2
+    said = capsys.readouterr().err
+    assert said == f"launch: error: torchrun: It is not available.{hint}\n"

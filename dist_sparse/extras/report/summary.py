@@ -39,7 +39,7 @@ from dist_sparse.text import (
     wrapped,
 )
 
-# `verdict` ignores a loss of AUC up to this: seeds alone move the AUC of small runs by as much.
+# `verdict` accepts a loss of AUC up to this. It is not the noise, which one seed does not show.
 TOLERANCE = 0.002
 
 # Fields of a table in `numbers`.
