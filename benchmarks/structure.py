@@ -259,7 +259,8 @@ def density(files: list[Path], root: Path = ROOT) -> Density:
 
 def decisions(node: ast.AST) -> int:
     """The decisions of one node: a branch, a loop, a handler, a case, each further operand of
-    and/or, each for and if of a comprehension, each further item of ``any([...])``, and a loop that ``map()`` or ``filter()`` hides."""
+    and/or, each for and if of a comprehension, each further item of ``any([...])``, and a loop that
+    ``map()`` or ``filter()`` hides."""
     if isinstance(node, ast.Call):
         return hidden_decisions(node)
     if isinstance(node, BRANCHES | ast.match_case):

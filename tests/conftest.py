@@ -85,8 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def rarely_run(cases: list[pytest.Item], share: int) -> list[pytest.Item]:
     """Return the cases that `make test` leaves out, which runs one in ``share``.
 
-    Every eighth case of a product of axes would always meet the same values of an axis whose length
-    has a divisor in common with 8. So cases are drawn by a hash of their names, and those that are
+    Every n-th case of a product of axes would always meet the same values of an axis whose length
+    has a divisor in common with n. So cases are drawn by a hash of their names, and those that are
     the first of a test, or with a value of an axis, are drawn before the others.
     """
     by_hash = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))

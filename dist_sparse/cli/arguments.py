@@ -21,9 +21,16 @@ from dist_sparse.launch.__main__ import closest
 
 
 class UsageError(ValueError):
-    """The command line has to be changed. The message is for users."""
+    """The command line has to be changed, or code that it names fails. The message is for users.
 
-    status = 2
+    Args:
+        message: for users.
+        status: the exit status: 2, or 1 if the user's code raises.
+    """
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class EntryError(UsageError):
@@ -72,9 +79,7 @@ def user_batches(entry: str | None) -> Iterable[Any] | None:
             raise EntryError(f"returned {type(returned).__name__}; must return batches.")
     except EntryError as error:
         # An EntryError is about FUNCTION.
-        other = UsageError(f"Invalid --batches={entry!r}: {error}")
-        other.status = error.status
-        raise other from error
+        raise UsageError(f"Invalid --batches={entry!r}: {error}", error.status) from error
     return returned
 
 
@@ -150,7 +155,12 @@ def _import_function(entry: str) -> Callable[..., Any]:
     where, name = parts.groups()
     if where.endswith(".py") and not os.path.isfile(where):
         raise EntryError("there is no such file.")
-    names = _call_user_code(_load_names, where)
+    try:
+        names = _call_user_code(_load_names, where)
+    except EntryError as error:
+        # A module that can't be imported has no function: the command line is wrong.
+        error.status = 2
+        raise
     function: Callable[..., Any] | None = names.get(name)
     if not callable(function):
         functions = [known for known, value in names.items() if callable(value)]
@@ -197,10 +207,7 @@ def _call_user_code(function: Callable[..., Any], *args: Any, **options: Any) ->
             place = f" at {os.path.relpath(file)}:{lines[file]}"
         # The first line: torch's messages have many.
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        failed = EntryError(f"it failed{place} with {what}")
-        # A module that can't be imported has no function: the command line is wrong.
-        failed.status = 2 if function is _load_names else 1
-        raise failed from error
+        raise EntryError(f"it failed{place} with {what}", status=1) from error
 
 
 # Files that import and call the user's code; runpy is frozen.

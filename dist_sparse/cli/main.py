@@ -90,8 +90,10 @@ def _run_command(words: list[str]) -> int:
     try:
         return _commands()[name].run(options)
     except EntryError as error:
-        what = f"Invalid FUNCTION={options.function!r}: {error}"
-        print_failure(name, f"{what}\nUsage and options: dist-sparse {name} --help")
+        what = f"FUNCTION={options.function!r}: {error}"
+        if error.status == 2:
+            what = f"Invalid {what}\nUsage and options: dist-sparse {name} --help"
+        print_failure(name, what)
         return error.status
     except UsageError as error:
         print_failure(name, str(error))

@@ -365,6 +365,9 @@ class TableBatchHooks:
     def _refuse_cached(self, tables: set[int]) -> None:
         """Refuse cached tables whose removed rows do not stay zero by themselves.
 
+        Args:
+            tables: these tables.
+
         Raises:
             ValueError: there are some; names them.
         """

@@ -311,7 +311,7 @@ class RowIndexes(nn.Module):
         return torch.where(dense, row, found)
 
     def count_removed(self, rows: Tensor, sizes: list[int]) -> list[int]:
-        """Return how many ids of each feature were removed.
+        """Return how many ids of each feature were removed, where any is (:attr:`any_removed`).
 
         Args:
             rows: ``(n,)``, as :meth:`forward` returned them, and :data:`UNKNOWN` for ids out of

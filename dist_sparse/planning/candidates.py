@@ -230,7 +230,8 @@ class Choice:
 
     Args:
         kind: ``"full"`` keeps all columns; ``"small"`` is a table that was trained with fewer;
-            ``"columns"`` removes rotated columns during training.
+            ``"columns"`` removes rotated columns during training; ``"rows"`` removes rows that
+            training has read, which ``frontier()`` alone tries.
         served: bytes in a server.
         fits: whether ``served`` is within the budget.
     """

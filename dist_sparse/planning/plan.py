@@ -468,7 +468,7 @@ def _of_kind(fitting: Fitting, kind: str, *dtypes: str) -> tuple[Choice, ...]:
 
 
 def _without_untouched(choice: Choice) -> str:
-    return " without the rows never read" if choice.candidate.levels else ""
+    return " without the rows that training never read" if choice.candidate.levels else ""
 
 
 def _without_headers(

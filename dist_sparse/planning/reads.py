@@ -246,8 +246,9 @@ def _shard_at(data: ShardedData, rect: Rect) -> int | None:
 def _read_here(read: Mapping[str, ReadFlags], data: ShardedData, rect: Rect) -> Tensor:
     """Return which rows of a shard were read: bool ``(rect.rows,)`` on the CPU."""
     # A rank may have no shard at an empty rectangle.
-    nothing = torch.zeros(rect.rows, dtype=torch.bool)
-    return read[data.name].get(rect, nothing).cpu()
+    if not rect.numel:
+        return torch.zeros(rect.rows, dtype=torch.bool)
+    return read[data.name][rect].cpu()
 
 
 def _often(

@@ -38,8 +38,8 @@ from dlrm.report import overhead, runs_table, served_table, tables_table, zeros_
 from dlrm.served import serve
 from dlrm.train import Result, Settings, Sparsity, run
 
-NOISE = ". Noise: half the range of delta over three seeds"
-ONE_SEED = ", one seed each: another seed can\nmove AUC by as much"
+NOISE = ". Noise: half the range of delta, three seeds on 2 processes"
+ONE_SEED = ", one seed each: another seed can\nmove AUC by as much as these differences"
 
 
 def main(options: argparse.Namespace) -> None:

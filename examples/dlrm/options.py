@@ -178,10 +178,17 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
 def is_usual(options: argparse.Namespace) -> bool:
     """Return whether all options that decide what is trained are the default, except the seed, the
     sharding and the number of processes."""
-    data = (options.data, options.epochs, options.batch_size)
-    models = (options.dims, options.level, options.block, options.every, options.score)
-    usual = (None, {"user_x_genre": 0.95}, (1, ROW), 20, "norm_accumulator")
-    return (data, models) == ((None, 1, 128), usual)
+    usual = {
+        "data": None,
+        "epochs": 1,
+        "batch_size": 128,
+        "dims": None,
+        "level": {"user_x_genre": 0.95},
+        "block": (1, ROW),
+        "every": 20,
+        "score": "norm_accumulator",
+    }
+    return all(getattr(options, name) == value for name, value in usual.items())
 
 
 def started_world() -> int | None:

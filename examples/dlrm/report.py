@@ -67,7 +67,9 @@ def served_table(dense: Served, artifacts: Sequence[Served], noise: bool) -> str
     Args:
         noise: whether to add :func:`noise_of` each run, which the default options measured.
     """
-    head = ("artifact", "dtype", "bytes", "of dense", "AUC", "delta", "noise")[: 6 + noise]
+    head = ["artifact", "dtype", "bytes", "of dense", "AUC", "delta"]
+    if noise:
+        head.append("noise")
     lines = []
     for artifact in artifacts:
         share = f"{artifact.file_bytes / dense.file_bytes:.1%}"

@@ -3,6 +3,7 @@ checkpoints, updates that a guard undoes, and codes."""
 
 import tempfile
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -135,21 +136,20 @@ def _resume(checkpoints: Checkpoints) -> Any:
     return resume
 
 
-def _extra(name: str) -> Any:
+def _module_of(extra: str, name: str = "") -> Any:
     """Return a module of another extra.
 
     Raises:
-        NotRun: the extra is not installed.
+        NotRun: the extra was deleted.
     """
-    try:
-        return import_module(f"dist_sparse.extras.{name}")
-    except ModuleNotFoundError as missing:
-        raise NotRun(f"needs the extra {name}") from missing
+    if find_spec(f"dist_sparse.extras.{extra}") is None:
+        raise NotRun(f"needs the extra {extra}")
+    return import_module(f"dist_sparse.extras.{extra}{name}")
 
 
 def undone(device: torch.device, sizes: Sizes) -> str:
     """Undo a mask update, as a guard does, and compare masks and weights with those before it."""
-    undo = _extra("guard.undo")
+    undo = _module_of("guard", ".undo")
     for block in ("row", "1x4"):
         trial = TrialTables(sizes.shapes, optimizer="EXACT_ROWWISE_ADAGRAD")
         model = MaskedModel(trial, device, block)
@@ -171,7 +171,7 @@ def undone(device: torch.device, sizes: Sizes) -> str:
 
 def coded(device: torch.device, sizes: Sizes) -> str:
     """Compare books and codes with those of the same table in one process on the CPU."""
-    quantize = _extra("codes").quantize
+    quantize = _module_of("codes").quantize
     shape = max(LEAST_ROWS, sizes.small), 64
     trial = TrialTables({"coded": shape})
     model = MaskedModel(trial, device, "row", attach=False)

@@ -37,7 +37,7 @@ smaller tables.
                 option(
                     "--budget",
                     help="of the bytes; default: 50%%, 20%%, 10%%, 5%%",
-                    type=parse_share,
+                    type=_parse_share,
                     action="append",
                     metavar="SHARE",
                 ),
@@ -61,7 +61,7 @@ smaller tables.
                 option(
                     "--tolerance",
                     help="smaller differences do not count; default: 0.002",
-                    type=parse_tolerance,
+                    type=_parse_tolerance,
                     default=0.002,
                     metavar="X",
                 ),
@@ -95,7 +95,7 @@ def _frontier(options: argparse.Namespace) -> int:
     return print_result(options, measured.to_json(), str(measured))
 
 
-def parse_share(text: str) -> float:
+def _parse_share(text: str) -> float:
     """Return ``10%`` as 0.1.
 
     Raises:
@@ -108,7 +108,7 @@ def parse_share(text: str) -> float:
     return float(_match(r"(100|\d?\d(?:\.\d+)?) ?%", text, rule)[1]) / 100
 
 
-def parse_tolerance(text: str) -> float:
+def _parse_tolerance(text: str) -> float:
     """Return a difference of a metric.
 
     Raises:

@@ -295,12 +295,12 @@ def frontier(
         # metric= takes a name in any case, too.
         lower = [*map(str.lower, checks.name_list("lower_is_better", lower_is_better))]
         located = {data.name: data for data in ModelTables(model).locate()}
-        pruned = _prunable(located, protect)
+        prunable = _prunable(located, protect)
         groups = tuple(map(tuple, rotation_groups(rotate, located)))
         # Rotated candidates are measured last: refuse groups that can't be rotated now.
         narrow = Candidate(groups=groups if "rotated" in chosen else ())
         check_candidate(model, narrow, located)
-        facts.update(methods=chosen, budgets=shares, dtypes=dtypes, pruned=pruned, rotate=rotate)
+        facts.update(methods=chosen, budgets=shares, dtypes=dtypes, pruned=prunable, rotate=rotate)
         facts["metric, lower_is_better, tolerance"] = [metric, *lower, tolerance]
     # Fused optimizers only: frontier() is called without an optimizer.
     untouched = rows_by_reads(model, [*located.values()]).never
@@ -314,7 +314,9 @@ def frontier(
     trials = []
     for share in shares:
         within = replace(choices, budget=budget_bytes(share, table_bytes))
-        trials += trials_of(within, share, chosen, dtypes, pruned, trains=train is not None)
+        trials += trials_of(
+            within, share, chosen, dtypes, prunable=prunable, trains=train is not None
+        )
     # All budgets in one call: a trial that several budgets share is measured once.
     result = Frontier(
         table_bytes=table_bytes,
@@ -390,8 +392,8 @@ def trials_of(
     share: float,
     methods: Sequence[str],
     dtypes: Sequence[str],
-    prunable: Sequence[str],
     *,
+    prunable: Sequence[str],
     trains: bool,
 ) -> list[Trial]:
     """Return what to try within a budget. Where a dtype alone meets it, nothing else is removed.

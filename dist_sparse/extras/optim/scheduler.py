@@ -424,7 +424,7 @@ class OptimScheduler(abc.ABC):
         fused = self._wiring.fused
         if amp_dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
-        # A scheduler of another class may not say what it schedules.
+        # A scheduler of another class may have no such attribute.
         scheduled = getattr(scheduler, "data_sparsifier", scheduler)
         if scheduler is not None and scheduled is not self.data_sparsifier:
             raise ValueError(

@@ -194,7 +194,9 @@ def test_untouched_rows_are_a_method_of_their_own() -> None:
     )
     by_method: dict[str, list[Candidate]] = {}
     methods = ["bits", "untouched", "rows"]
-    for trial in trials_of(choices, 0.1, methods, ["fp32", "int4"], ["cross"], trains=True):
+    for trial in trials_of(
+        choices, 0.1, methods, ["fp32", "int4"], prunable=["cross"], trains=True
+    ):
         by_method.setdefault(trial.method, []).append(trial.candidate)
     assert "bits" not in by_method
     assert [each.dtype for each in by_method["untouched"]] == ["int4"]
