@@ -105,8 +105,8 @@ def test_the_core_lists_its_doors() -> None:
 def test_the_rest_works_without_one_extra(name: str, tmp_path: Path) -> None:
     copy = copy_without(tmp_path / "copy", name)
     run(copy, "-m", "pytest", "-q", "--collect-only", "tests")
-    # All that may name an extra; the rest of the core runs once, without any.
-    tests = [f"tests/{part}" for part in ("cli", "docs", "extras", "test_house.py")]
+    # All that may name an extra; the rest of the core, and the pages, run once, without any.
+    tests = [f"tests/{part}" for part in ("cli", "extras", "test_house.py")]
     run(copy, "-m", "pytest", "-q", "-m", "not slow", *tests)
 
 
