@@ -79,6 +79,7 @@ def check_masks_of(name: str, layout: Layout) -> None:
         assert all(map(torch.equal, shards, found.weights()))
 
 
+@pytest.mark.slow
 @on_ranks(2, local_world_size=1)
 @pytest.mark.parametrize("name", ["row", "1x4"])
 def test_waits_do_not_grow_with_tables(name: str) -> None:

@@ -74,6 +74,7 @@ def test_masks_and_weights_are_the_cpus(name: str, score: str) -> None:
         assert not above(spent["first"], FIRST_STEP[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED_STEP)
 def test_what_a_sampled_step_costs(name: str) -> None:
     found = []
