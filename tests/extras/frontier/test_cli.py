@@ -36,7 +36,7 @@ def test_what_is_wrong_is_named(
         ("failing", 1, "it failed at model_of_test_cli.py:14 with ZeroDivisionError: division by"),
     ],
 )
-def test_a_wrong_function_is_two_sentences(
+def test_a_wrong_function_is_named(
     function: str,
     status: int,
     message: str,
