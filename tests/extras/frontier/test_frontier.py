@@ -37,6 +37,7 @@ def found(model: nn.Module, **options: object) -> dict[tuple[float, str], float]
 
 
 def test_each_method_uses_what_a_budget_holds() -> None:
+    pytest.importorskip("dist_sparse.extras.rotation")
     model = table(4)
     before = model.weight.clone()
     evaluated: list[Tensor] = []
@@ -73,6 +74,7 @@ def test_each_method_uses_what_a_budget_holds() -> None:
 def test_the_recommendation() -> None:
     """int4 where that is enough; columns in a rotated basis where few hold everything; and a word
     if nothing is."""
+    pytest.importorskip("dist_sparse.extras.rotation")
     for rank, tolerance, expected in (
         (16, 0.5, "Recommended: bits alone as int4 (everything): 18.8% of the bytes"),
         (4, 0.2, "Recommended: rotated columns as int4 (25.0% of columns): 10.4% of the bytes"),

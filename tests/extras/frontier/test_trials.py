@@ -4,6 +4,7 @@ weights again."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,9 @@ def largest(weight: Tensor, count: int) -> list[int]:
     return weight.square().sum(1).topk(count).indices.tolist()
 
 
+@pytest.mark.skipif(
+    find_spec("dist_sparse.extras.rotation") is None, reason="the extra rotation was deleted"
+)
 @on_ranks(2)
 def test_errors() -> None:
     """Refused on every rank before anything is written; an error within the block puts the weights
