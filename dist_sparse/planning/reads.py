@@ -86,15 +86,8 @@ def rows_by_reads(
     world = world_group()
     with world.agreeing("plan()"):
         found = known_rows(model, located, optimizer, counts)
-        read: dict[str, ReadFlags] = {}
-        totals: list[_Local] = []
-        for data in located:
-            known = found[data.name]
-            if isinstance(known, str):
-                totals.append(known)
-                continue
-            read[data.name] = read_rows(data, known)
-            totals.append(_local_reads(data, known, read[data.name]))
+        read = _read_of_known(located, found)
+        totals = [_local_reads(data, found[data.name], read) for data in located]
     # A table is known only if each rank knows all its shards.
     by_table = dict(zip(found, zip(*world.all_gather_json(totals), strict=True), strict=True))
     result = RowsByReads()
@@ -143,12 +136,28 @@ def unread_share(
     return share_of("plan()", located, on_all_ranks(tables, reads.read), batches, True)
 
 
-def _local_reads(data: ShardedData, known: list[LookupRecord], read: ReadFlags) -> _Local:
+def _read_of_known(
+    located: Sequence[ShardedData], found: Mapping[str, list[LookupRecord] | str]
+) -> dict[str, ReadFlags]:
+    """Return which rows of this rank's shards were read, for the tables of which it knows that."""
+    read: dict[str, ReadFlags] = {}
+    for data in located:
+        known = found[data.name]
+        if not isinstance(known, str):
+            read[data.name] = read_rows(data, known)
+    return read
+
+
+def _local_reads(
+    data: ShardedData, known: list[LookupRecord] | str, read: Mapping[str, ReadFlags]
+) -> _Local:
     """Return what this rank knows of the rows of its shards of a table."""
+    if isinstance(known, str):
+        return known
     if not known:
         return None
     for record, shard in zip(known, data.shards, strict=True):
-        unread = Unread(data, shard.tensor, ~read[shard.rect], record.text())
+        unread = Unread(data, shard.tensor, ~read[data.name][shard.rect], record.text())
         # This happens after weights were loaded without their optimizer state.
         if reason := trained_text(unread):
             return f"{_NOT_COVERED}: {reason} (the record: {unread.record})"
