@@ -1,7 +1,7 @@
 """What optimizers know about tables: the state of each shard, and the rows that were touched.
 
 Optimizers are found inside wrappers, such as TorchRec's and Lightning's. A shard is a view of the
-parameter that an optimizer steps, so only their memory shows that they belong together.
+parameter that an optimizer steps: :mod:`~dist_sparse.tables.memory` finds what belongs together.
 
 :func:`records` tells which rows of each table were ever touched, or why that is unknown: the state
 of Adagrad, Adam, AdamW, RMSprop and FBGEMM's fused optimizers is zero until a gradient reaches the
@@ -11,7 +11,6 @@ row, and never again. Nothing here communicates.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.utils._pytree import tree_leaves
 
+from dist_sparse.tables.memory import ByMemory, local, same_storage
 from dist_sparse.tables.modules import batches_of, collections_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
-from dist_sparse.tables.shards import Rect, ShardedData, memory_of
+from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import number_of
 
 # A live view of optimizer state, and the initial value of its elements.
@@ -64,33 +64,6 @@ def torchrec_parts(optimizer: object) -> list[Any] | None:
     optimizer, wrappers too."""
     torchrec = torchrec_port()
     return None if torchrec is None else torchrec.parts(optimizer)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return a tensor, or the local tensor of a DTensor."""
-    # Not by to_local(), which returns a new tensor with an autograd node.
-    inner: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return inner
-
-
-def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
-    """Return a function that lists the indices of the ``tensors`` that share memory with a given
-    tensor.
-
-    By memory: views and ``.data`` of a parameter are separate objects.
-    """
-    # First by storage, which holds one tensor in most cases.
-    known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for i, tensor in enumerate(map(local, tensors)):
-        known[tensor.untyped_storage().data_ptr()].append((i, *memory_of(tensor)))
-
-    def find(tensor: Tensor) -> list[int]:
-        held = known.get(tensor.untyped_storage().data_ptr(), ())
-        # An empty tensor ends where it begins.
-        first, end = memory_of(tensor)
-        return [i for i, start, behind in held if max(first, start) < min(end, behind)]
-
-    return find
 
 
 # State whose initial value is not 0, with the option that sets it: "sum" in Adagrad and row-wise
@@ -151,15 +124,15 @@ def stepped_by(optimizer: Optimizer) -> list[Tensor]:
     return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
-def fused_sums(model: nn.Module) -> dict[int, State]:
-    """Return the sums of a model's fused Adagrad optimizers and their initial value, by the address
-    of the shard; nothing for other optimizers."""
-    found = {}
+def fused_sums(model: nn.Module) -> ByMemory[State]:
+    """Return the sums of a model's fused Adagrad optimizers and their initial value, by shard;
+    nothing for other optimizers."""
+    found: list[tuple[Tensor, State]] = []
     for _, batch in batches_of(collections_of(model.modules())):
         if batch.is_adagrad:
             for weight, states in zip(batch.weights(), batch.states(), strict=True):
-                found[weight.data_ptr()] = states[0], 0.0
-    return found
+                found.append((weight, (states[0], 0.0)))
+    return ByMemory(found)
 
 
 # ------------------------------------------------------------------------------
@@ -267,25 +240,24 @@ def records(
         >>> record.touched(), record.count_steps()
         (tensor([False,  True, False,  True]), 1)
     """
-    fused: dict[int, Known] = {}
-    for _, batch in batches_of(collections_of(model.modules())):
-        fused.update(fused_records(batch))
     weights = [shard.tensor for data in located for shard in data.shards]
-    plain = plain_records([*leaves([*filter(None, tree_leaves(optimizer))])], weights)
-    # Fused ones win: an optimizer may list fused tables, which it never steps.
-    by_address = {**plain, **fused}
-    return {data.name: records_of(data, by_address) for data in located}
+    found = plain_records([*leaves([*filter(None, tree_leaves(optimizer))])], weights)
+    # Fused ones come last and win: an optimizer may list fused tables, which it never steps.
+    for _, batch in batches_of(collections_of(model.modules())):
+        found += fused_records(batch)
+    known = ByMemory(found)
+    return {data.name: records_of(data, known) for data in located}
 
 
-def records_of(data: ShardedData, by_address: Mapping[int, Known]) -> list[LookupRecord] | str:
+def records_of(data: ShardedData, known: ByMemory[Known]) -> list[LookupRecord] | str:
     """Return the record of each of this rank's shards of a table, or the reason why one is
     unknown."""
     of_shards = []
     for shard in data.shards:
-        known = by_address.get(shard.tensor.data_ptr(), NOT_STEPPED)
-        if isinstance(known, str):
-            return known
-        of_shards.append(known)
+        record = known.get(shard.tensor) or NOT_STEPPED
+        if isinstance(record, str):
+            return record
+        of_shards.append(record)
     return of_shards
 
 
@@ -302,14 +274,14 @@ def read_rows(data: ShardedData, of_shards: Sequence[LookupRecord]) -> dict[Rect
 _SINCE_FUSED = " since this process began (with Checkpoints: in all)"
 
 
-def fused_records(batch: TableBatch) -> dict[int, Known]:
-    """Return the records of a fused optimizer's shards, by the address of the weights. FBGEMM
-    writes only the state of rows that were looked up, even with weight decay."""
-    found: dict[int, Known] = {}
+def fused_records(batch: TableBatch) -> list[tuple[Tensor, Known]]:
+    """Return a fused optimizer's shards, each with its record. FBGEMM writes only the state of rows
+    that were looked up, even with weight decay."""
+    found: list[tuple[Tensor, Known]] = []
     for weight, states in zip(batch.weights(), batch.states(), strict=True):
-        found[weight.data_ptr()] = "its fused optimizer keeps no state of rows"
+        known: Known = "its fused optimizer keeps no state of rows"
         if states:
-            found[weight.data_ptr()] = LookupRecord(
+            known = LookupRecord(
                 rows=len(weight),
                 states=(states[0],) if batch.is_adagrad else tuple(states),
                 is_sum=batch.is_adagrad,
@@ -317,14 +289,17 @@ def fused_records(batch: TableBatch) -> dict[int, Known]:
                 count_steps=lambda: int(batch.hyperparameters()["step"]) or None,
                 since=_SINCE_FUSED,
             )
+        found.append((weight, known))
     return found
 
 
-def plain_records(optimizers: Iterable[Optimizer], weights: Iterable[Tensor]) -> dict[int, Known]:
-    """Return the records of weights that torch's optimizers step, by the address of the weights."""
+def plain_records(
+    optimizers: Iterable[Optimizer], weights: Iterable[Tensor]
+) -> list[tuple[Tensor, Known]]:
+    """Return weights, each with its record by the torch optimizers that step it."""
     stepped = [(leaf, parameter) for leaf in optimizers for parameter in stepped_by(leaf)]
     find = same_storage([parameter for _, parameter in stepped])
-    found: dict[int, Known] = {}
+    found: list[tuple[Tensor, Known]] = []
     for weight in weights:
         # An empty shard has no row that could be untouched.
         of_each: list[Known] = [] if weight.numel() else [_untouched(weight)]
@@ -336,7 +311,7 @@ def plain_records(optimizers: Iterable[Optimizer], weights: Iterable[Tensor]) ->
                 # Its state shows that it has stepped the weight: other records miss its rows.
                 of_each = [known]
                 break
-        found[weight.data_ptr()] = _joined(of_each)
+        found.append((weight, _joined(of_each)))
     return found
 
 

@@ -30,9 +30,7 @@ from dist_sparse.optimizers import (
     Known,
     State,
     leaves,
-    local,
     plain_records,
-    same_storage,
     state_of,
     stepped_by,
     sums_of,
@@ -40,6 +38,7 @@ from dist_sparse.optimizers import (
 )
 from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.packed_store import PackedStore
+from dist_sparse.tables.memory import local, same_storage
 from dist_sparse.tables.shards import Rect
 
 
@@ -409,9 +408,8 @@ class DenseWeights:
                 weight = target.weight
                 yield WeightState(target.name, weight, target.mask(), states, sums, by_element)
 
-    def records(self) -> dict[int, Known]:
-        """Return the record of each target that an optimizer steps, by the address of the
-        weights."""
+    def records(self) -> list[tuple[Tensor, Known]]:
+        """Return the weights of the targets, each with its record."""
         return plain_records(self._stepped, [target.weight for target in self.targets])
 
     def find_targets(self, optimizer: Optimizer) -> _Pairs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,9 +34,10 @@ from dist_sparse.enforcer.dense import (
 from dist_sparse.enforcer.fused import TableBatchHooks, lookups_of
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.messages import cut
-from dist_sparse.optimizers import Known, State, same_storage
+from dist_sparse.optimizers import Known, State
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.masks import Enforcer
+from dist_sparse.tables.memory import ByMemory, same_storage
 from dist_sparse.tables.modules import batches_of, collections_of, torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
@@ -238,32 +239,29 @@ class MaskEnforcer(Enforcer):
         self._renew_if_stale()
         self._clean()
 
-    def accumulators(self) -> dict[int, State]:
-        """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
-        address of the weights; see :class:`~dist_sparse.ImportanceSparsifier`."""
-        return {each.weight.data_ptr(): each.sums for each in self._states() if each.sums}
+    def accumulators(self) -> ByMemory[State]:
+        """Return the sums of squared gradients that Adagrad keeps, and their initial value, by
+        weight; see :class:`~dist_sparse.ImportanceSparsifier`."""
+        return ByMemory([(each.weight, each.sums) for each in self._states() if each.sums])
 
-    def records(self) -> dict[int, Known]:
+    def records(self) -> ByMemory[Known]:
         """Return which rows of each registered weight a gradient has reached, or why that is
-        unknown, by the address of the weights; see :func:`~dist_sparse.optimizers.records`."""
-        found: dict[int, Known] = {}
-        for part in self._parts():
-            found.update(part.records())
-        return found
+        unknown; see :func:`~dist_sparse.optimizers.records`."""
+        return ByMemory(chain.from_iterable(part.records() for part in self._parts()))
 
-    def states(self) -> dict[int, list[Tensor]]:
-        """Return all state that optimizers keep of registered weights, live, by the address of the
-        weights: with an element for each weight or for each row, or step counts."""
-        found: dict[int, list[Tensor]] = defaultdict(list)
+    def states(self) -> ByMemory[list[Tensor]]:
+        """Return all state that optimizers keep of each registered weight, live: with an element
+        for each weight or for each row, or step counts."""
+        found: ByMemory[list[Tensor]] = ByMemory()
         for each in self._states():
             # Several optimizers may step a weight.
-            found[each.weight.data_ptr()] += [state for state, _ in each.states]
+            found.setdefault(each.weight, []).extend(state for state, _ in each.states)
         return found
 
-    def written(self, reader: str = "scores") -> dict[int, Written]:
-        """Return the possibly written rows, live, by the address of the weights: of tables with
-        fused optimizers on a CPU, where every write is seen. Each reader has and clears its own."""
-        return dict(chain.from_iterable(batch.written(reader) for batch in self._batches))
+    def written(self, reader: str = "scores") -> ByMemory[Written]:
+        """Return the possibly written rows of weights, live: of tables with fused optimizers on a
+        CPU, where every write is seen. Each reader has and clears its own."""
+        return ByMemory(chain.from_iterable(batch.written(reader) for batch in self._batches))
 
     def begin_step(self) -> None:
         """Called by the sparsifier before a mask update."""
@@ -444,13 +442,12 @@ class MaskEnforcer(Enforcer):
         masks, by number in the batch. Batches without registered tables get no hooks."""
         # A batch that is still in use keeps its dirty rows and its pending backwards.
         known = {hooks.module: hooks for hooks in self._batches}
-        # Compare shapes too: all empty tables have the address 0.
-        by_memory = {(weight.data_ptr(), weight.shape): place for place, weight in shards.items()}
+        places = ByMemory([(weight, place) for place, weight in shards.items()])
         found = {}
         for collection, batch in batches_of(collections):
             registered = {}
             for table, weight in enumerate(batch.weights()):
-                if place := by_memory.get((weight.data_ptr(), weight.shape)):
+                if place := places.get(weight):
                     registered[table] = place
             if registered:
                 hooks = known.get(batch.module) or TableBatchHooks(

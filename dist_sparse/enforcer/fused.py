@@ -239,10 +239,10 @@ class TableBatchHooks:
         # Readers start new records, with all rows.
         self._records.clear()
 
-    def written(self, reader: str) -> Iterator[tuple[int, Written]]:
-        """Yield the address of the weights and the live set of possibly written rows of each CPU
-        table; for ``"scores"``, only of registered tables whose scores are worth keeping. A
-        reader's first call, or its first after an untracked write, starts with all rows."""
+    def written(self, reader: str) -> Iterator[tuple[Tensor, Written]]:
+        """Yield the weights and the live set of possibly written rows of each CPU table; for
+        ``"scores"``, only of registered tables whose scores are worth keeping. A reader's first
+        call, or its first after an untracked write, starts with all rows."""
         if not self._knows_writes:
             return
         for hooks in self._siblings:
@@ -254,14 +254,14 @@ class TableBatchHooks:
                 if worth_keeping(shard.mask.rect, shard.mask.block)
             }
         else:
-            # All empty tables have the address 0.
+            # Nothing can be written to an empty table.
             weights = {i: weight for i, weight in enumerate(self._batch.weights()) if len(weight)}
         record = self._records.get(reader, {})
         if record.keys() != weights.keys():
             record = {table: RowFlags(len(weight)).add_all() for table, weight in weights.items()}
             self._records[reader] = record
         for table, rows in record.items():
-            yield weights[table].data_ptr(), rows
+            yield weights[table], rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the registered shards by name."""
@@ -279,8 +279,8 @@ class TableBatchHooks:
             by_element = any(state.shape == shard.weight.shape for state, _ in states)
             yield WeightState(self._places[table].name, *shard, states, sums, by_element)
 
-    def records(self) -> dict[int, Known]:
-        """Return the record of each shard, by the address of the weights."""
+    def records(self) -> list[tuple[Tensor, Known]]:
+        """Return each shard with its record."""
         return fused_records(self._batch)
 
     def _begin_write(self) -> None:
@@ -290,20 +290,21 @@ class TableBatchHooks:
         if self._has_cached:
             self._batch.write_back()
 
-    def _count_writes(self) -> dict[int, int]:
-        """Return torch's count of writes by the address of the weights. Torch counts all writes
+    def _count_writes(self) -> tuple[list[int], list[int]]:
+        """Return the addresses of the weights and torch's counts of writes. Torch counts all writes
         except through ``.data`` and in FBGEMM's backward, before which a hook runs."""
-        writes = {}
+        addresses, counts = [], []
         for weight in self._batch.storage():
-            writes[weight.data_ptr()] = weight._version
-        return writes
+            addresses.append(weight.data_ptr())
+            counts.append(weight._version)
+        return addresses, counts
 
     def _refresh(self) -> None:
         """Read masks and weights again if either was replaced. Mark all rows as dirty if weights
         were written outside of a backward."""
         writes = self._count_writes()
         # The first part changes with the masks and with their use.
-        key = (self._store.version, self._sparsifier.trains_removed), tuple(writes)
+        key = (self._store.version, self._sparsifier.trains_removed), writes[0]
         if key != self._masked_key:
             # A validation in inference mode may be the first to see new masks: what is made for
             # them must not be inference tensors, which a backward can't write.

@@ -50,8 +50,8 @@ from dist_sparse.serving.manifest import (
 from dist_sparse.serving.sources import (
     ServedTable,
     ServedTables,
-    addresses_of,
     check_zero,
+    has_weights_of,
     model_lookups,
     note_export,
     refuse_range,
@@ -278,7 +278,7 @@ def _with_codes(tables: ServedTables, coded: Coded | None) -> ServedTables:
     for data in coded.located():
         name = data.name
         # Another model may have a table of the same name.
-        if name not in tables or addresses_of(tables[name].data) != addresses_of(data):
+        if name not in tables or not has_weights_of(tables[name].data, data):
             raise ValueError(
                 f"Table {name!r} of this model is not the one that has codes: export the model"
                 " that quantize() was called with."

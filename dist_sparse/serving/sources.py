@@ -27,6 +27,7 @@ from dist_sparse.serving.manifest import Collection, Feature, Manifest, Pooling,
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.bases import bases_of_outputs
+from dist_sparse.tables.memory import ByMemory
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
 from dist_sparse.training.sparsify import sparsifier_of
@@ -286,18 +287,21 @@ def registered_tables(
     Raises:
         ValueError: the sparsifier has tensors that the model does not have.
     """
-    tables = {data.name: addresses_of(data) for data in located}
-    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+    tables = {data.name for data in located}
+    owners = ByMemory([(shard.tensor, data.name) for data in located for shard in data.shards])
+    parameters = ByMemory([(parameter, True) for parameter in model.parameters()])
     registered = sparsifier.masks.tables.find_all(sparsifier.masks.tables.names)
     for name in sparsifier.data_groups:
         if name in registered:
-            addresses = addresses_of(registered[name])
+            weights = [shard.tensor for shard in registered[name].shards]
         else:
-            addresses = [sparsifier.masks.plain.held(name).data_ptr()]
-        # Another model may have tables of the same names, so addresses are compared. Data that is
-        # not a table may be any parameter. A table must have its own name.
-        is_other = parameters.issuperset(addresses) and addresses not in tables.values()
-        is_same = addresses == tables[name] if name in tables else is_other
+            weights = [sparsifier.masks.plain.held(name)]
+        # Another model may have tables of the same names. Data that is not a table may be any
+        # parameter. A table must have its own name.
+        found = {*map(owners.get, weights)}
+        is_same = found <= {name}
+        if name not in tables:
+            is_same = found <= {None} and all(map(parameters.get, weights))
         if not is_same:
             raise ValueError(
                 f"The sparsifier's {name!r} is not one of the model's tables {sorted(tables)}, or"
@@ -306,9 +310,11 @@ def registered_tables(
     return registered
 
 
-def addresses_of(data: ShardedData) -> list[int]:
-    """Return the addresses of the shards of a table on this rank."""
-    return [shard.tensor.data_ptr() for shard in data.shards]
+def has_weights_of(one: ShardedData, other: ShardedData) -> bool:
+    """Return whether this rank's shards of two tables are the same weights."""
+    known = ByMemory([(shard.tensor, shard.rect) for shard in one.shards])
+    found = [known.get(shard.tensor) for shard in other.shards]
+    return found == [shard.rect for shard in one.shards]
 
 
 def served_tables(
@@ -467,14 +473,14 @@ def note_export(
     _NOTES[sparsifier] = {folders: _Note(artifact.hash, kept)}
 
 
-def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written]:
-    """Return the records of written rows, by the address of a shard; none without an enforcer."""
+def _records(sparsifier: BaseDataSparsifier) -> ByMemory[Written]:
+    """Return the records of written rows, by shard; none without an enforcer."""
     return sparsifier.masks.hooks.written("deltas")
 
 
-def _flag_written(records: Mapping[int, Written], data: ShardedData, rect: Rect) -> Tensor:
+def _flag_written(records: ByMemory[Written], data: ShardedData, rect: Rect) -> Tensor:
     """Return which rows of a shard may have been written: bool ``(rect.rows,)``."""
-    record = records.get(dict(data.shards)[rect].data_ptr())
+    record = records.get(dict(data.shards)[rect])
     rows = None if record is None else record.rows()
     # If rows is None, any row may have been written.
     flags = torch.full((rect.rows,), rows is None)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dist_sparse.tables.shards import check_memory, matrix_shape
+from dist_sparse.tables.memory import check_memory
+from dist_sparse.tables.shards import matrix_shape
 
 # The configuration of each name.
 Configs = Mapping[str, Mapping[str, Any]]

@@ -20,14 +20,14 @@ from dist_sparse.sparsifiers.dense_store import Configs
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, RowScoring, Scope
 from dist_sparse.tables.initial import Unread, doubt_about, refuse_trained
+from dist_sparse.tables.memory import ByMemory
 from dist_sparse.tables.shards import FUSED, ROW, Block, Located, Rect, Shard, ShardedData
 
 Score = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
 SCORES = get_args(Score)
 
-
-# Sums of squared gradients and their initial value, by the address of the weights.
-Sums = Mapping[int, tuple[Tensor, float]]
+# Sums of squared gradients and their initial value, by weight.
+Sums = ByMemory[tuple[Tensor, float]]
 
 _NO_SUMS = (
     "no Adagrad steps it, so there are no sums of squared gradients. Use score='norm', or"
@@ -134,8 +134,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         self._totals: dict[str, list[RowTotals]] = {}
         # The tables whose totals are 1 for rows that were read.
         self._flagged: set[str] = set()
-        # What optimizers know about touched rows, by the address of the weights; likewise.
-        self._known: Mapping[int, Known] | None = None
+        # What optimizers know about touched rows; likewise.
+        self._known: ByMemory[Known] | None = None
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
     @property
@@ -297,12 +297,10 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self.scored_by in ("norm", "frequency"):
             # These scores need no sums.
             return []
-        return self._unknown(located, self.sums())
-
-    def _unknown(self, located: Located, sums: Sums) -> list[str]:
+        sums = self.sums()
         unknown = []
         for name, data in located.items():
-            if not _has_all(data, sums) and isinstance(self._records(data), str):
+            if _totals_of(data, sums) is None and isinstance(self._records(data), str):
                 unknown.append(name)
         return unknown
 
@@ -327,20 +325,6 @@ class ImportanceSparsifier(DataNormSparsifier):
             return
         # Call it for "frequency" too: it raises without an enforcer, which counts the lookups.
         sums = self.sums()
-        if self.scored_by != "frequency" and (unknown := self._unknown(located, sums)):
-            if located[unknown[0]].sharding == "data_parallel":
-                way = (
-                    "It is data-parallel (replicated on all ranks), so model.fused_optimizer does"
-                    " not step it: give it a dense Adagrad and pass both, as in sparsify(model,"
-                    " [model.fused_optimizer, dense_optimizer]); or use score='norm'."
-                )
-            else:
-                way = "Use score='norm', or 'frequency' for a fused table."
-            raise ValueError(
-                f"Table {unknown[0]!r}: no Adagrad steps it, so there are no sums of squared"
-                f" gradients. {way} level='untouched' needs Adagrad, Adam or RMSprop without weight"
-                " decay, AdamW, or score='frequency'."
-            )
         for name, data in located.items():
             if self.scored_by == "frequency":
                 # A lookup reads a whole row. Each element gets its share, so that rows of tables of
@@ -351,16 +335,15 @@ class ImportanceSparsifier(DataNormSparsifier):
                     RowTotals(rect, count, share=width, most=MOST_COUNTED)
                     for rect, count in counts.items()
                 ]
-            elif _has_all(data, sums):
-                self._totals[name] = [
-                    RowTotals(rect, *sums[weights.data_ptr()]) for rect, weights in data.shards
-                ]
+            elif (totals := _totals_of(data, sums)) is not None:
+                self._totals[name] = totals
             else:
                 self._take_record(data)
+            if name not in self._totals:
+                raise ValueError(_no_sums_of(data))
 
     def sums(self) -> Sums:
-        """Return the squared gradients that Adagrad has summed, and their initial value, by the
-        address of the weights.
+        """Return the squared gradients that Adagrad has summed, and their initial value, by weight.
 
         Raises:
             ValueError: no enforcer is attached.
@@ -384,6 +367,27 @@ class ImportanceSparsifier(DataNormSparsifier):
         )
 
 
-def _has_all(data: ShardedData, sums: Sums) -> bool:
-    """Return whether there are sums of all shards of a table on this rank."""
-    return all([shard.tensor.data_ptr() in sums for shard in data.shards])
+def _no_sums_of(data: ShardedData) -> str:
+    way = "Use score='norm', or 'frequency' for a fused table."
+    if data.sharding == "data_parallel":
+        way = (
+            "It is data-parallel (replicated on all ranks), so model.fused_optimizer does not step"
+            " it: give it a dense Adagrad and pass both, as in sparsify(model,"
+            " [model.fused_optimizer, dense_optimizer]); or use score='norm'."
+        )
+    return (
+        f"Table {data.name!r}: no Adagrad steps it, so there are no sums of squared gradients."
+        f" {way} level='untouched' needs Adagrad, Adam or RMSprop without weight decay, AdamW, or"
+        " score='frequency'."
+    )
+
+
+def _totals_of(data: ShardedData, sums: Sums) -> list[RowTotals] | None:
+    """Return the totals of this rank's shards of a table; None if a shard has no sums."""
+    found = []
+    for rect, weights in data.shards:
+        of_shard = sums.get(weights)
+        if of_shard is None:
+            return None
+        found.append(RowTotals(rect, *of_shard))
+    return found

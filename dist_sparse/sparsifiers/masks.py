@@ -36,6 +36,7 @@ from dist_sparse.sparsifiers.pieces import (
     removed_blocks,
     shape_hash,
 )
+from dist_sparse.tables.memory import ByMemory
 from dist_sparse.tables.shards import Block, Located, Rect, ShardedData, whole
 from dist_sparse.text import (
     block_shape_text,
@@ -50,25 +51,25 @@ class Enforcer:
     """The methods of an attached enforcer that a sparsifier calls. None of them communicates. This
     class stands in while none is attached, and does nothing."""
 
-    def accumulators(self) -> dict[int, tuple[Tensor, float]]:
-        """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
-        address of the weights: live, one for each weight, or one for each row of a shard:
-        ``(rows,)`` or ``(rows, 1)``."""
-        return {}
+    def accumulators(self) -> ByMemory[tuple[Tensor, float]]:
+        """Return the sums of squared gradients that Adagrad keeps, and their initial value, by
+        weight: live, one for each element, or one for each row of a shard: ``(rows,)`` or ``(rows,
+        1)``."""
+        return ByMemory()
 
-    def records(self) -> dict[int, LookupRecord | str]:
+    def records(self) -> ByMemory[LookupRecord | str]:
         """Return which rows of each registered weight a gradient has reached, as the state of its
-        optimizer tells, or why that is unknown, by the address of the weights."""
-        return {}
+        optimizer tells, or why that is unknown."""
+        return ByMemory()
 
-    def states(self) -> Mapping[int, Sequence[Tensor]]:
-        """Return all optimizer state, live, by the address of the weights."""
-        return {}
+    def states(self) -> ByMemory[list[Tensor]]:
+        """Return all optimizer state of each registered weight, live."""
+        return ByMemory()
 
-    def written(self, reader: str = "scores") -> Mapping[int, Written]:
-        """Map weight addresses to live sets of possibly written rows, for shards whose writes are
-        all tracked. Each reader has and clears its own."""
-        return {}
+    def written(self, reader: str = "scores") -> ByMemory[Written]:
+        """Return the possibly written rows of weights whose writes are all tracked, live. Each
+        reader has and clears its own."""
+        return ByMemory()
 
     def settle(self) -> None:
         """Zero revived weights, before weights are scored, read or saved."""

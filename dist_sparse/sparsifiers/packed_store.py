@@ -31,6 +31,7 @@ from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.device import finish
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.sparsifiers import pieces
+from dist_sparse.tables.memory import shared_memory
 from dist_sparse.tables.shards import (
     Block,
     Located,
@@ -40,7 +41,6 @@ from dist_sparse.tables.shards import (
     grid_of,
     owners,
     resolve_block,
-    shared_memory,
 )
 
 Ranks = tuple[int, ...] | None

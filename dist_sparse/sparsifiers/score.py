@@ -195,7 +195,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         # everything.
         before = self._caches
         self._caches = {}
-        # Written rows by the address of the weights, for shards whose every write is tracked.
+        # Of shards whose every write is tracked.
         written = self.masks.hooks.written()
         kept = dict(goals)
         for name, goal in goals.items():
@@ -207,7 +207,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             masks = {mask.rect: mask for mask in self.masks.tables.masks(name)}
             for shard in goal.data.shards:
                 rect = shard.rect
-                tracked = written.get(shard.tensor.data_ptr())
+                tracked = written.get(shard.tensor)
                 if tracked is None or not worth_keeping(rect, goal.block):
                     continue
                 scoring = self.row_measure(name, shard)

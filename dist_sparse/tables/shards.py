@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.checks import integer
+from dist_sparse.tables.memory import check_memory
 
 # TorchRec's compute kernel for tables in unified memory whose rows are cached on the device.
 CACHED = "fused_uvm_caching"
@@ -322,59 +323,6 @@ def check_cached(data: ShardedData, block: Block) -> Block:
             " compute kernel 'fused_uvm'."
         )
     return block
-
-
-def check_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor with several elements in the same memory, such as an expanded one: no mask
-    can tell them apart.
-
-    Raises:
-        ValueError: names the table, shape and strides.
-    """
-    # From the smallest stride up: each must step over all elements of the dimensions before it.
-    span = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= span:
-            raise ValueError(
-                f"Table {name!r}: its weights of shape {tuple(tensor.shape)} have the strides"
-                f" {tensor.stride()}, so elements share memory; register a clone()."
-            )
-        span += stride * (size - 1)
-
-
-def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a non-empty tensor, and the address after its last
-    byte. The tensor has passed :func:`check_memory`."""
-    # Strides may be in any order: the last element has the largest index in every dimension.
-    sides = zip(tensor.stride(), tensor.shape, strict=True)
-    length = sum(stride * (size - 1) for stride, size in sides) + 1
-    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
-
-
-def shared_memory(
-    known: Sequence[tuple[str, Tensor]], new: Sequence[tuple[str, Tensor]]
-) -> tuple[str, str] | None:
-    """Return the names of two tensors that share memory, one of them new; None if there are none.
-    All tensors have passed :func:`check_memory`."""
-    tensors = [*known, *new]
-    spans = []
-    for i, (_, tensor) in enumerate(tensors):
-        # Empty tensors have no memory to share.
-        if tensor.numel():
-            spans.append((str(tensor.device), *memory_of(tensor), i))
-    # By device and start: a span that overlaps an earlier one overlaps the one that ends last.
-    reach = "", 0
-    furthest = 0
-    for device, start, end, i in sorted(spans):
-        first, second = sorted((furthest, i))
-        names = tensors[first][0], tensors[second][0]
-        # Equal names: shards of one table, and of plain data, may be views of one tensor.
-        if (device, start) < reach and second >= len(known) and names[0] != names[1]:
-            return names
-        if (device, end) > reach:
-            reach = device, end
-            furthest = i
-    return None
 
 
 def check_tiling(data: ShardedData) -> None:

@@ -19,13 +19,13 @@ from torch import nn
 
 from dist_sparse import checks, schedulers
 from dist_sparse.messages import cut
-from dist_sparse.optimizers import same_storage
 from dist_sparse.records import GuardCheck
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier, Score
 from dist_sparse.sparsifiers.score import SCOPES, Norm, Scope
 from dist_sparse.tables.bases import TableGroups, rotation_groups
+from dist_sparse.tables.memory import same_storage
 from dist_sparse.tables.shards import (
     ROW,
     Block,

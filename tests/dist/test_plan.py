@@ -30,8 +30,8 @@ def hardly_read(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         for rect, weight in data.shards:
             if not rect.numel:
                 continue
-            if weight.data_ptr() in known:
-                sums = known[weight.data_ptr()][0]
+            if of_shard := known.get(weight):
+                sums = of_shard[0]
             else:
                 [sums] = [
                     state["sum"] for p, state in optimizer.state.items() if p.shape == weight.shape

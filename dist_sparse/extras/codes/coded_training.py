@@ -411,8 +411,7 @@ def _refuse_coded(tables: Sequence[ShardedData]) -> None:
     """Refuse tables that have codes: two hooks would decode them by different books."""
     for data in tables:
         for _, weight in data.shards:
-            place = weight.data_ptr(), weight.shape
-            if weight.numel() and any(place in hooks.places for hooks in _ATTACHED):
+            if any(hooks.at.get(weight) for hooks in _ATTACHED):
                 raise ValueError(
                     f"Table {data.name!r} has codes already: call detach() of their handle first."
                 )

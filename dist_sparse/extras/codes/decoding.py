@@ -21,6 +21,7 @@ from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.fused import lookups_of
 from dist_sparse.serving.books import ENTRIES, gather_entries
 from dist_sparse.serving.sources import refuse_lookup
+from dist_sparse.tables.memory import ByMemory
 from dist_sparse.tables.modules import collection_of, collections_of
 from dist_sparse.tables.protocols import LookupKernel, TableCollection
 from dist_sparse.tables.shards import Rect, Shard, ShardedData
@@ -79,7 +80,7 @@ class DecodingHooks:
 
     Attributes:
         shards: the shards of this rank.
-        places: the shards, by address and shape of their weights.
+        at: the shards, by weight.
         coded: the live codes, by table.
 
     Raises:
@@ -96,9 +97,7 @@ class DecodingHooks:
         on_reshard: Callable[[], object],
     ) -> None:
         self._commitment, self._on_reshard = commitment, on_reshard
-        # An address alone is ambiguous: empty shards share one, and the first table of a kernel
-        # begins where the storage of all of them does.
-        self.places: dict[tuple[int, torch.Size], CodedShard] = {}
+        found: list[tuple[Tensor, CodedShard]] = []
         self.coded: dict[str, ShardedData] = {}
         for data in located:
             rows, columns = data.shape
@@ -114,7 +113,7 @@ class DecodingHooks:
             codes = []
             for rect, weight in data.shards:
                 shard = CodedShard(data.name, rect, weight, width)
-                self.places[weight.data_ptr(), weight.shape] = shard
+                found.append((weight, shard))
                 codes.append(Shard(in_groups(rect), shard.codes))
             self.coded[data.name] = replace(
                 data,
@@ -123,7 +122,8 @@ class DecodingHooks:
                 tiling=tuple(tuple(map(in_groups, rects)) for rects in data.tiling),
                 shards=tuple(codes),
             )
-        self.shards = [*self.places.values()]
+        self.at = ByMemory(found)
+        self.shards = [*self.at.values()]
         self._unhooked = {*self.shards}
         self._handles = ExitStack()
         self._hooked: dict[nn.Module, list[nn.Module]] = {}
@@ -179,7 +179,7 @@ class DecodingHooks:
 
     def _hook_kernel(self, tables: TableCollection, kernel: LookupKernel) -> None:
         weights = kernel.weights()
-        shards = [self.places.get((weight.data_ptr(), weight.shape)) for weight in weights]
+        shards = [*map(self.at.get, weights)]
         coded = [shard for shard in shards if shard is not None]
         if coded:
             if self._commitment:
@@ -194,7 +194,7 @@ class DecodingHooks:
         # which look nothing up.
         weights = [] if type(module) is nn.Module else module.parameters(recurse=False)
         for weight in weights:
-            shard = self.places.get((weight.data_ptr(), weight.shape))
+            shard = self.at.get(weight)
             if shard is None:
                 continue
             # Classes are compared exactly: a subclass may do more in its forward.

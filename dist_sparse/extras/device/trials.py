@@ -149,8 +149,9 @@ class MaskedModel:
         live = self.sparsifier.sums()
         for name, data in self.located().items():
             for (row, _, rows, _), tensor in data.shards:
-                total, _ = live[tensor.data_ptr()]
-                total.view(-1).copy_(sums[name][row : row + rows])
+                found = live.get(tensor)
+                assert found is not None
+                found[0].view(-1).copy_(sums[name][row : row + rows])
 
     def set_level(self, level: float | Mapping[str, float]) -> None:
         """Set the sparsity level, of all tables or by name."""

@@ -8,7 +8,7 @@ no rank holds more than its shards, a copy of them, and a chunk.
 
 import glob
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -25,7 +25,7 @@ from dist_sparse.planning.candidates import BY_COLUMN, Candidate, shape_of
 from dist_sparse.serving.books import decode_books
 from dist_sparse.serving.encodings import ColumnSpread, Dtype, chunks, decode, encode
 from dist_sparse.serving.sources import model_lookups, refuse_range
-from dist_sparse.sparsifiers.importance import ImportanceSparsifier
+from dist_sparse.sparsifiers.importance import ImportanceSparsifier, Sums
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ROW, Located, ShardedData, check_writable
 from dist_sparse.whole_rows import change_rows_, refuse_cut_copies
@@ -241,5 +241,5 @@ class _SumsSparsifier(ImportanceSparsifier):
         self._fused = fused_sums(model)
         self.add_model(model, include=list(map(glob.escape, names)))
 
-    def sums(self) -> Mapping[int, tuple[Tensor, float]]:
+    def sums(self) -> Sums:
         return self._fused

@@ -3,7 +3,7 @@ state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from dist_sparse.masking.block_masks import NewMasks
 from dist_sparse.masking.masks import BlockMask, removed_parts
 from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import TableMasks
-from dist_sparse.tables.shards import Located, Shard
+from dist_sparse.tables.memory import ByMemory
+from dist_sparse.tables.shards import Located
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class LastUpdate:
                 removed = BlockMask(mask.rect, mask.block, newly)
                 rows = mask.dead_rows() & ~old.dead_rows()
                 values = []
-                for tensor in _tensors_of(shard, states):
+                for tensor in _tensors_of(shard.tensor, states):
                     parts = removed_parts(tensor, removed, rows)
                     values.append([_on_host(part[flags], staging) for part, flags in parts])
                 self._removed[name].append(_Removed(removed, rows, values))
@@ -79,7 +80,8 @@ class LastUpdate:
         for name, removed in self._removed.items():
             for shard, one in zip(located[name].shards, removed, strict=True):
                 # strict=False: a state created since comes after the others, and stays as it is.
-                for tensor, kept in zip(_tensors_of(shard, states), one.values, strict=False):
+                tensors = _tensors_of(shard.tensor, states)
+                for tensor, kept in zip(tensors, one.values, strict=False):
                     parts = removed_parts(tensor, one.mask, one.rows)
                     for (part, flags), values in zip(parts, kept, strict=True):
                         part.masked_scatter_(flags, values.to(part.device))
@@ -97,6 +99,6 @@ def _on_host(values: Tensor, staging: Staging) -> Tensor:
     return values if values.is_cpu else staging.copy(values)
 
 
-def _tensors_of(shard: Shard, states: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+def _tensors_of(weights: Tensor, states: ByMemory[list[Tensor]]) -> list[Tensor]:
     """Return the weights of a shard and all of its optimizer state."""
-    return [shard.tensor, *states.get(shard.tensor.data_ptr(), ())]
+    return [weights, *(states.get(weights) or ())]

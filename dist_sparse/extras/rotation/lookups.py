@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import dropwhile, islice
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from dist_sparse.tables.bases import BASIS
+from dist_sparse.tables.memory import local, same_storage
 from dist_sparse.tables.modules import modules_by_path, torchrec_port
 from dist_sparse.tables.shards import ShardedData
 
@@ -108,12 +109,11 @@ def _modules_with_weight(modules: Mapping[str, nn.Module], data: ShardedData) ->
     """Return the paths of the modules that hold the weight of a replicated table."""
     if data.sharding != "replicated":
         return []
-    # By address: tied weights may be two parameters over one storage.
-    addresses = {shard.tensor.data_ptr() for shard in data.shards}
+    # By memory: tied weights may be two parameters over one storage.
+    find = same_storage([shard.tensor for shard in data.shards])
     paths = []
     for path, module in modules.items():
-        held = map(Tensor.data_ptr, module.parameters(recurse=False))
-        if not addresses.isdisjoint(held):
+        if any(find(local(parameter)) for parameter in module.parameters(recurse=False)):
             paths.append(path or type(module).__name__)
     return paths
 
