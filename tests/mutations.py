@@ -140,7 +140,7 @@ MUTATIONS = [
     M("serving/chain.py", "if opened is None or text != self._text:", "if opened is None:", "tests/serving/test_delta.py -k read_a_delta"),
     M("serving/export.py", "        yield chunks\n", "        yield iter(list(chunks))\n", "tests/serving/test_export_ranks.py -k no_rank_holds"),
     M("serving/export.py", "    check_zero(sparsifier, tables, registered)", "    pass", "tests/serving/test_export.py -k plain_data"),
-    M("serving/export.py", "    sparsifier.masks.hooks.settle()", "    pass", "tests/serving/test_export.py -k settled"),
+    M("serving/export.py", "    sparsifier.masks.enforcer.settle()", "    pass", "tests/serving/test_export.py -k settled"),
     M("serving/sources.py", "stored = stored & (torch.arange(len(stored)) < index.stored)", "pass", "tests/serving/test_export_ranks.py -k test_compact_tables"),
     M("serving/artifact.py", "os.rename(self.folder, check_new(self._path))", "os.rename(self.folder, self._path)", "tests/serving/test_artifact.py -k overwritten"),
     M("serving/artifact.py", "if key == \"kept\" and not _is_bitmap_of(table, tensor)", "if False", "tests/serving/test_artifact.py -k bitmap"),

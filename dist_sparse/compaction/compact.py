@@ -123,7 +123,7 @@ def compact(
         gone = _removed_blocks(masks.tables)
     with world.agreeing("compact()"):
         # Widths are rounded up to a multiple of 4, so removed columns may stay: they must be zeros.
-        masks.hooks.settle()
+        masks.enforcer.settle()
         losing = {name for name, blocks in gone.items() if blocks}
         if not losing:
             raise ValueError("Nothing is removed yet, so there is nothing to compact.")

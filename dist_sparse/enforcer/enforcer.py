@@ -36,7 +36,7 @@ from dist_sparse.masking.kept_scores import Written
 from dist_sparse.messages import cut
 from dist_sparse.optimizers import Known, State
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.masks import Enforcer
+from dist_sparse.sparsifiers.masks import NO_ENFORCER, Enforcer
 from dist_sparse.tables.memory import ByMemory, same_storage
 from dist_sparse.tables.modules import batches_of, collections_of, torchrec_port
 from dist_sparse.tables.shards import ShardedData
@@ -176,7 +176,7 @@ class MaskEnforcer(Enforcer):
     def attach_to(self, walked: Walked, optimizers: Sequence[Any]) -> MaskEnforcer:
         """:meth:`attach` for a caller that has walked the models just now."""
         masks = self._sparsifier.masks
-        if masks.enforcer is not None:
+        if masks.enforcer is not NO_ENFORCER:
             raise ValueError("An enforcer is attached to this sparsifier: call its detach() first.")
         if not self._sparsifier.data_groups:
             raise ValueError(
@@ -189,7 +189,7 @@ class MaskEnforcer(Enforcer):
         except BaseException:
             self._forget_weights()
             raise
-        masks.enforcer = masks.hooks = self
+        masks.enforcer = self
         _attached.add(self)
         return self
 
@@ -203,7 +203,7 @@ class MaskEnforcer(Enforcer):
                 # Even on an error: a detach() that always fails would leave the hooks forever.
                 self._forget_weights()
                 masks = self._sparsifier.masks
-                masks.enforcer, masks.hooks = None, Enforcer()
+                masks.enforcer = NO_ENFORCER
                 _attached.discard(self)
 
     def _forget_weights(self) -> None:

@@ -222,7 +222,7 @@ def export(
         tables = served_tables(located, lookups, sparsifier, registered)
         with world.agreeing("export()"):
             # The enforcer zeroes dirty rows when a lookup reads them: some may still be dirty.
-            sparsifier.masks.hooks.settle()
+            sparsifier.masks.enforcer.settle()
             tables = _with_codes(tables, coded)
             manifest = Manifest(
                 dist_sparse=dist_sparse.__version__,

@@ -475,7 +475,7 @@ def note_export(
 
 def _records(sparsifier: BaseDataSparsifier) -> ByMemory[Written]:
     """Return the records of written rows, by shard; none without an enforcer."""
-    return sparsifier.masks.hooks.written("deltas")
+    return sparsifier.masks.enforcer.written("deltas")
 
 
 def _flag_written(records: ByMemory[Written], data: ShardedData, rect: Rect) -> Tensor:

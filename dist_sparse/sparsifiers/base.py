@@ -26,7 +26,7 @@ from dist_sparse.sparsifiers.dense_store import (
     check_name,
     refuse_attribute,
 )
-from dist_sparse.sparsifiers.masks import Masks, Recorder
+from dist_sparse.sparsifiers.masks import NO_ENFORCER, Masks, Recorder
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import mapping_of, tables_of
 from dist_sparse.sparsifiers.step import MaskUpdater
@@ -234,7 +234,7 @@ class BaseDataSparsifier(MaskUpdater):
             ValueError: unknown, squashed (the original), or not exactly one shard on this rank.
         """
         store = self._store(name)
-        self.masks.hooks.settle()
+        self.masks.enforcer.settle()
         return store.weight(name) if return_original else store.effective(name)
 
     def apply_masks(self) -> None:
@@ -243,7 +243,7 @@ class BaseDataSparsifier(MaskUpdater):
         as long as a mask update. After it, any row counts as written."""
         for data in self.masks.tables.current().values():
             self.masks.tables.apply(data)
-        self.masks.hooks.renew()
+        self.masks.enforcer.renew()
 
     # Inspection: nothing below changes a mask or a weight. Collective methods first check that all
     # ranks make the same call.
@@ -393,7 +393,7 @@ class BaseDataSparsifier(MaskUpdater):
             packed.drop(name)
             del self.data_groups[name]
         self.masks.forget_update()
-        self.masks.hooks.renew()
+        self.masks.enforcer.renew()
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks, configurations and plain data, for torch.save and
@@ -407,7 +407,7 @@ class BaseDataSparsifier(MaskUpdater):
         """
         # Bring masks to their shards, and save weights as a forward would read them.
         self.masks.tables.current()
-        self.masks.hooks.settle()
+        self.masks.enforcer.settle()
         dense = self.masks.plain
         packed = self.masks.tables
         configs = self.data_groups
@@ -454,7 +454,7 @@ class BaseDataSparsifier(MaskUpdater):
             configs, saved = saved_configs(state_dict), _whole(state_dict)
             plain = saved["state"].keys()
             both = sorted(plain & {*packed.names})
-            if plain and self.masks.enforcer is not None:
+            if plain and self.masks.enforcer is not NO_ENFORCER:
                 raise ValueError(
                     f"Plain data {sorted(plain)} in the state would replace the tensors that train:"
                     " detach() the enforcer, load, add_data() the tensors again, attach()."
@@ -503,7 +503,7 @@ class BaseDataSparsifier(MaskUpdater):
             self.masks.forget_update()
             self.data_groups = {name: configs[name] for name in names} | kept
             # All ranks have the new masks by now.
-            finish(self.masks.hooks.renew)
+            finish(self.masks.enforcer.renew)
 
         return load
 
@@ -555,7 +555,7 @@ class BaseDataSparsifier(MaskUpdater):
 
     def _refuse_while_enforced(self) -> None:
         # The enforcer has looked up the optimizers of registered data only.
-        if self.masks.enforcer is not None:
+        if self.masks.enforcer is not NO_ENFORCER:
             raise ValueError("An enforcer is attached: detach() it, register, and attach it again.")
 
     def _add_sharded(self, name: str, data: Any, config: dict[str, Any]) -> Tensor:

@@ -17,6 +17,7 @@ from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import ByTotals, Measure, RowTotals, element_scores, squares_times
 from dist_sparse.optimizers import Known, LookupRecord, read_rows, records_of
 from dist_sparse.sparsifiers.dense_store import Configs
+from dist_sparse.sparsifiers.masks import NO_ENFORCER
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, RowScoring, Scope
 from dist_sparse.tables.initial import Unread, doubt_about, refuse_trained
@@ -273,7 +274,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         level = f"Table {data.name!r}: the level 'untouched'"
         row = (1, data.shape[1])
         # Without an enforcer, no optimizer is known yet.
-        reason = self._records(data) if self.masks.enforcer else None
+        reason = None if self.masks.enforcer is NO_ENFORCER else self._records(data)
         if isinstance(reason, str) and not self.counts_lookups:
             raise ValueError(f"{level} has no record of what was read: {reason}.")
         if not self.trust_record and (doubt := doubt_about(data)):
@@ -307,7 +308,7 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _records(self, data: ShardedData) -> list[LookupRecord] | str:
         """Return a record of each of this rank's shards of a table, by which the level
         ``"untouched"`` selects, or the reason why one is unknown."""
-        if self.scored_by != "accumulator" or self.masks.enforcer is None:
+        if self.scored_by != "accumulator" or self.masks.enforcer is NO_ENFORCER:
             return "only score='accumulator' reads the state of optimizers"
         if self._known is None:
             self._known = self.masks.enforcer.records()
@@ -348,7 +349,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         Raises:
             ValueError: no enforcer is attached.
         """
-        if self.masks.enforcer is None:
+        if self.masks.enforcer is NO_ENFORCER:
             raise ValueError(
                 f"score={self.scored_by!r} needs an attached MaskEnforcer: call"
                 " MaskEnforcer(sparsifier).attach(optimizer), or use sparsify()."

@@ -48,8 +48,8 @@ from dist_sparse.text import (
 
 
 class Enforcer:
-    """The methods of an attached enforcer that a sparsifier calls. None of them communicates. This
-    class stands in while none is attached, and does nothing."""
+    """The methods of an attached enforcer that a sparsifier calls. None of them communicates. Here
+    they do nothing: see :data:`NO_ENFORCER`."""
 
     def accumulators(self) -> ByMemory[tuple[Tensor, float]]:
         """Return the sums of squared gradients that Adagrad keeps, and their initial value, by
@@ -83,6 +83,10 @@ class Enforcer:
 
     def renew(self) -> None:
         """Called after masks were replaced or squashed: look everything up again and zero it."""
+
+
+NO_ENFORCER = Enforcer()
+"""Stands in while no enforcer is attached."""
 
 
 class Rotator(Protocol):
@@ -291,8 +295,7 @@ class Masks:
     Attributes:
         tables: the masks of sharded tables.
         plain: the masks of plain data.
-        enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any.
-        hooks: the same, or one that does nothing.
+        enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, or :data:`NO_ENFORCER`.
         rotation: rotates tables before each mask update, if any.
         undo: keeps each mask update until the next, if one is to be undone.
         recorder: counts what mask updates change, since ``sparsifier.record()``.
@@ -301,8 +304,7 @@ class Masks:
 
     def __init__(self) -> None:
         self.tables, self.plain = PackedStore(), DenseStore()
-        self.enforcer: Enforcer | None = None
-        self.hooks = Enforcer()
+        self.enforcer = NO_ENFORCER
         self.rotation: Rotator | None = None
         self.undo: Undo | None = None
         self.recorder: Recorder | None = None
@@ -399,11 +401,11 @@ class Masks:
 
     def audit(self) -> dict[str, str]:
         """See :meth:`dist_sparse.BaseDataSparsifier.audit`."""
-        packed, enforced = self.tables, self.enforcer is not None
+        packed, enforced = self.tables, self.enforcer is not NO_ENFORCER
         located = packed.current_for("audit()")
         with packed.agreeing("audit()"):
             # Dirty rows would be zeroed before the next forward: they are not errors.
-            self.hooks.settle()
+            self.enforcer.settle()
         refusal = "Masks differ between their holders."
         packed.compare_holders("audit()", located, packed.snapshot(), refusal)
         revived = self.count_revived(located)

@@ -33,6 +33,7 @@ from dist_sparse.masking.kept_scores import Caching, RowMeasure, ScoreCache
 from dist_sparse.masking.scores import Measure, worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import Configs
+from dist_sparse.sparsifiers.masks import NO_ENFORCER
 from dist_sparse.tables.shards import (
     COL,
     Block,
@@ -196,7 +197,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         before = self._caches
         self._caches = {}
         # Of shards whose every write is tracked.
-        written = self.masks.hooks.written()
+        written = self.masks.enforcer.written()
         kept = dict(goals)
         for name, goal in goals.items():
             # A mask by element reads the weights of every row anyway. Replicas must score alike,
@@ -245,7 +246,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             ValueError: on every rank; names table and row, even if a weight was written in a way
                 that torch does not count, such as through ``.data``.
         """
-        if self.masks.enforcer is not None:
+        if self.masks.enforcer is not NO_ENFORCER:
             with self.masks.tables.agreeing("audit()"):
                 self.masks.enforcer.settle()
                 located = self.masks.tables.locate()

@@ -18,7 +18,7 @@ from dist_sparse.masking.device import finish
 from dist_sparse.masking.masks import BlockMask, Held, ShardChange
 from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.dense_store import Configs
-from dist_sparse.sparsifiers.masks import Masks
+from dist_sparse.sparsifiers.masks import NO_ENFORCER, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import Move, Tiling, shared_weights
 from dist_sparse.tables.shards import (
@@ -155,7 +155,7 @@ def update_masks(sparsifier: MaskUpdater) -> None:
             finish(lambda: _zero_removed(packed, located, new_masks))
             for name, new in new_masks.items():
                 packed.replace(located[name], new)
-            finish(masks.hooks.end_step)
+            finish(masks.enforcer.end_step)
     except BaseException:
         # KeyboardInterrupt too: no mask of plain data may stay half edited.
         for mask, old in before:
@@ -178,7 +178,7 @@ def make_masks(
     # If shards have moved, masks must move before scoring where a user's update_mask reads them, or
     # where an enforcer zeroes weights by them.
     runs_user_code = type(sparsifier).score_tables is MaskUpdater.score_tables
-    needs_current_masks = runs_user_code or sparsifier.masks.enforcer is not None
+    needs_current_masks = runs_user_code or sparsifier.masks.enforcer is not NO_ENFORCER
     # 1. Local: locate, score, collect facts. 2. Agree: an error or a difference stops all ranks
     # here.
     with packed.agreeing("step()") as group_facts:
@@ -217,7 +217,7 @@ def _score(
     """Zero revived weights, update the masks of plain data, score this rank's shards, and add the
     facts that follow from them."""
     # Zeroes revived weights of all tables, which must not be scored.
-    sparsifier.masks.hooks.begin_step()
+    sparsifier.masks.enforcer.begin_step()
     _update_plain(sparsifier, before)
     for name, data in located.items():
         check_writable(data)
@@ -263,7 +263,7 @@ def _note_facts(group_facts: GroupFacts, located: Located, sparsifier: MaskUpdat
     moved = set(masks.tables.moved(located))
     for facts, names in group_facts:
         facts["whether steps are recorded"] = masks.recorder is not None
-        facts["whether an enforcer is attached"] = masks.enforcer is not None
+        facts["whether an enforcer is attached"] = masks.enforcer is not NO_ENFORCER
         facts["the list of moved tables"] = sorted(moved.intersection(names))
         for name in names:
             data = located[name]

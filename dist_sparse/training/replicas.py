@@ -69,7 +69,7 @@ def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> 
             " a DistributedDataParallel."
         )
         # A batch may have written removed weights on one rank only: zeroed before hashing.
-        sparsifier.masks.hooks.settle()
+        sparsifier.masks.enforcer.settle()
         sparsifier.note(facts, [])
         for name in names:
             facts[f"the config of table {name!r}"] = sparsifier.data_groups.get(name)

@@ -18,6 +18,7 @@ from dist_sparse.schedulers import ReadyDataScheduler, by_name
 from dist_sparse.sparsifiers.base import saved_configs
 from dist_sparse.sparsifiers.dense_store import Configs
 from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
+from dist_sparse.sparsifiers.masks import NO_ENFORCER
 from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.training.arguments import UpdateGuard
 
@@ -171,5 +172,5 @@ def _check_next_updates(
         by_table = {name: reached.get(name, current[name]) for name in current}
         sparsifier.check_levels(by_table, located)
     # Norms are always known. Other scores need the optimizers that an enforcer knows.
-    if sparsifier.masks.enforcer is not None and sparsifier.scored_by != "norm":
+    if sparsifier.masks.enforcer is not NO_ENFORCER and sparsifier.scored_by != "norm":
         sparsifier.look_up(located)

@@ -22,6 +22,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_sparse.groups import set_timeout, world_group
+from dist_sparse.sparsifiers.masks import NO_ENFORCER
 from dist_sparse.tables.chunked import ChunkedTensor
 
 __all__ = [
@@ -244,5 +245,5 @@ def masks_of(sparsifier: Any) -> dict[str, Any]:
         "plain": plain,
         "configs": repr(sparsifier.data_groups),
         "enabled": sparsifier.enable_mask_update,
-        "attached": [masks.enforcer is None, masks.rotation is None, masks.recorder is None],
+        "attached": [masks.enforcer is NO_ENFORCER, masks.rotation is None, masks.recorder is None],
     }

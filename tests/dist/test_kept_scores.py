@@ -98,7 +98,6 @@ def step_checked(sparsifier: ScoreSparsifier) -> None:
     """A mask update, equal to one that scores all rows."""
     every, sparsifier.full_every = sparsifier.full_every, 1
     with torch.no_grad():
-        assert sparsifier.masks.enforcer is not None
         _, fresh = make_masks(sparsifier, [], Call())
     sparsifier.full_every = every
     sparsifier.step()

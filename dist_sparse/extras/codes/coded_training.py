@@ -192,7 +192,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         elif version != self._masks_version:
             # Masks were updated between two fits. Removed rows must decode to zeros at once: their
             # codes become 0, the entry of zeros. All other codes stay.
-            self.sparsifier.masks.hooks.settle()
+            self.sparsifier.masks.enforcer.settle()
             for shard in hooks.shards:
                 shard.codes.mul_(shard.weight.any(1, keepdim=True))
         self._masks_version = version
@@ -284,7 +284,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         with ExitStack() as undo, torch.no_grad():
             undo.callback(hooks.remove)
             if books is not None:
-                self.sparsifier.masks.hooks.settle()
+                self.sparsifier.masks.enforcer.settle()
                 for shard in hooks.shards:
                     assign(shard.weight, books[shard.name][shard.groups], shard.codes)
                 hooks.use(books)
@@ -354,7 +354,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             facts["step, schedule"] = [self._step, asdict(self._schedule)]
             hooks = self._live_hooks()
             # The enforcer zeroes dirty rows when a lookup reads them; books are fitted to all rows.
-            self.sparsifier.masks.hooks.settle()
+            self.sparsifier.masks.enforcer.settle()
             for shard in hooks.shards:
                 _refuse_range(shard)
             tables = self.located()

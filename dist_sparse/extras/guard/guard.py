@@ -23,6 +23,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from dist_sparse import checks
+from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.extras.guard.undo import LastUpdate
 from dist_sparse.groups import warn_on_first_rank, world_group
 from dist_sparse.records import GuardCheck, removed_share
@@ -218,7 +219,8 @@ class Guard(UpdateGuard):
                 ValueError, on all of them.)
         """
         with world_group().agreeing("Guard.check()") as facts:
-            if not self._attached or self._sparsifier.masks.enforcer is None:
+            is_enforced = isinstance(self._sparsifier.masks.enforcer, MaskEnforcer)
+            if not (self._attached and is_enforced):
                 raise RuntimeError(
                     "Guard.check() needs an attached SparseTraining: pass the guard to sparsify(),"
                     " as Advanced(guard=...), and call detach() last."

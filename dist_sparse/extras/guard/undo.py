@@ -47,7 +47,7 @@ class LastUpdate:
 
     def keep(self, masks: Masks, located: Located, made: Mapping[str, NewMasks]) -> None:
         """Replace the update that was kept so far. Must be called before anything is zeroed."""
-        states = masks.hooks.states()
+        states = masks.enforcer.states()
         staging = Staging()
         self._removed = {}
         for name, new in made.items():
@@ -75,8 +75,8 @@ class LastUpdate:
         """Put masks, removed weights and their optimizer state back, as they were before."""
         masks.tables.load(self.before)
         # First, because it zeroes what the old masks remove. The restored weights come after it.
-        masks.hooks.renew()
-        states = masks.hooks.states()
+        masks.enforcer.renew()
+        states = masks.enforcer.states()
         for name, removed in self._removed.items():
             for shard, one in zip(located[name].shards, removed, strict=True):
                 # strict=False: a state created since comes after the others, and stays as it is.
@@ -85,7 +85,7 @@ class LastUpdate:
                     parts = removed_parts(tensor, one.mask, one.rows)
                     for (part, flags), values in zip(parts, kept, strict=True):
                         part.masked_scatter_(flags, values.to(part.device))
-        masks.hooks.end_step()
+        masks.enforcer.end_step()
         self.forget()
 
     def forget(self) -> None:

@@ -111,8 +111,9 @@ def rotate(sparsifier: BaseDataSparsifier, tables: TableGroups = "table") -> Non
         located = packed.locate()
         _refuse_unfit(sparsifier, located, groups)
         # An enforcer that is attached later is checked by update().
-        if sparsifier.masks.enforcer is not None:
-            _enforcer(sparsifier).check_rotation([*chain(*groups)])
+        enforcer = sparsifier.masks.enforcer
+        if isinstance(enforcer, MaskEnforcer):
+            enforcer.check_rotation([*chain(*groups)])
         models = [source.model for source in packed.sources if hasattr(source, "model")]
         alone = {}
         for group in groups:
