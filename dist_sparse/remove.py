@@ -243,10 +243,8 @@ class RemovedRows(ScoreSparsifier):
         Raises:
             ValueError: see :func:`~dist_sparse.count_lookups`; on every rank.
         """
-        kept = kept_rows(self)
-        with world_group().agreeing("share()"):
-            located = self.masks.tables.locate()
-        kept = on_all_ranks(located, kept)
+        located = self.masks.tables.current_for("share()")
+        kept = on_all_ranks(located, kept_rows(self, located))
         return share_of("share()", located.values(), kept, batches, show_progress)
 
     def __repr__(self) -> str:

@@ -193,10 +193,14 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the write of :meth:`save_async` is complete; raise its error, if any."""
         writing = self._writing
-        # Reset it before result(), so that an error is raised once.
-        Checkpoints._writing = None
-        if writing is not None:
+        if writing is None:
+            return
+        try:
             writing.result()
+        finally:
+            # An error is raised once. After an interrupt, the thread still writes.
+            if writing.done():
+                Checkpoints._writing = None
 
     def resume_latest(
         self,

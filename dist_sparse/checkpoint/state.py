@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dist_sparse.checks import Json, integer, number
+from dist_sparse.optimizers import group_of
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.modules import torchrec_port
 
@@ -339,7 +340,7 @@ class OptimizerState:
                 fresh[path] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
                 continue
             # Torch keeps step counts on the CPU too, unless a kernel reads them.
-            options = stepped.owner.param_groups[0]
+            options = group_of(stepped.owner, param)
             in_kernel = bool(options.get("capturable") or options.get("fused"))
             device = param.device if saved.size or in_kernel else torch.device("cpu")
             fresh[path] = torch.zeros(saved.size, dtype=dtype, device=device)

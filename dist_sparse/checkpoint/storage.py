@@ -231,6 +231,8 @@ class StepFolders:
                 if not re.fullmatch(r"(?!\.\.)[A-Za-z0-9_.-]+", name):
                     raise ValueError(f"{name!r} is not a file name")
                 files[name] = integer("bytes", file["bytes"], least=0), int(file["crc32"], 16)
+            if missing := {METADATA, VALUES} - files.keys():
+                raise ValueError(f"it lists no {min(missing)}")
             if entries["step"] != step:
                 raise ValueError(f"it belongs to step {entries['step']}")
             world = integer("world", entries["world"], least=1)

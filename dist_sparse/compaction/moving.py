@@ -34,13 +34,13 @@ from dist_sparse.tables.shards import Located, Rect, Shard, ShardedData, not_emp
 _SPAN = 4096
 
 
-def kept_rows(sparsifier: BaseDataSparsifier, located: Located | None = None) -> dict[str, Tensor]:
+def kept_rows(sparsifier: BaseDataSparsifier, located: Located) -> dict[str, Tensor]:
     """Return which rows of each registered table the masks keep any element of: bool ``(rows,)`` on
     the CPU, the same on every rank. Collective over the tables' groups: one all-gather each, of one
     bit per row.
 
     Args:
-        located: the registered tables as they are stored now; None locates them.
+        located: the registered tables as they are stored now.
 
     Example::
 
@@ -51,12 +51,10 @@ def kept_rows(sparsifier: BaseDataSparsifier, located: Located | None = None) ->
         >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, "ROW"))
         >>> names = sparsifier.add_model(table)
         >>> sparsifier.step()
-        >>> kept_rows(sparsifier)
+        >>> kept_rows(sparsifier, sparsifier.masks.tables.current())
         {'weight': tensor([False, False,  True,  True])}
     """
     packed, dense = sparsifier.masks.tables, sparsifier.masks.plain
-    if located is None:
-        located = packed.current_for("kept_rows()")
     kept: dict[str, Tensor] = {}
     for names in packed.groups.values():
         kept |= gather_rows([located[name] for name in names], partial(_rows_kept_in, packed))
@@ -112,14 +110,16 @@ def on_all_ranks(located: Located, flags: Mapping[str, Tensor]) -> dict[str, Ten
     tables of which it holds nothing. Collective over the world: one all-gather of one bit per row.
 
     Args:
-        located: the tables.
+        located: the tables. One that no group of ranks holds is another on each rank, as in models
+            without a wrapper: each rank keeps its own flags.
         flags: for the tables that this rank holds, as :func:`gather_rows` returns them.
     """
     world = world_group()
     with world.agreeing("counting rows"):
         by_rank: list[list[str]] = [[] for _ in range(world.size)]
         for name, data in located.items():
-            by_rank[data.holders[0]].append(name)
+            if data.ranks is not None:
+                by_rank[data.ranks[0]].append(name)
         mine = [pack(flags[name]) for name in by_rank[world.rank]]
         packed = torch.cat([torch.empty(0, dtype=torch.uint8), *mine])
     found = {}
@@ -128,7 +128,7 @@ def on_all_ranks(located: Located, flags: Mapping[str, Tensor]) -> dict[str, Ten
             rows = located[name].shape[0]
             found[name] = unpack(part, rows)
             part = part[-(-rows // 8) :]
-    return {name: found[name] for name in located}
+    return {name: found[name] if name in found else flags[name] for name in located}
 
 
 # Bytes of a chunk of kept rows, over the whole width of the table. A chunk is at least one row.

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from dist_sparse.ids.row_index import REMOVED, UNKNOWN, RowIndex
 from dist_sparse.tables.hashing import STEP, logical_shift, mix64
-from dist_sparse.tables.jagged import check_ids
+from dist_sparse.tables.jagged import check_ids, offsets_fit
 from dist_sparse.tables.modules import weight_name
 from dist_sparse.tables.protocols import TableConfig
 from dist_sparse.tables.shards import Rect
@@ -303,12 +303,13 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):
         """Refuse offsets with which torch raises, or reads memory outside of the ids."""
         if not len(ends):
             raise ValueError("Invalid offsets: must be at least one, with include_last_offset.")
-        first, last = int(ends[0]), int(ends[-1])
         # torch's kernels disagree about ids after the last offset: some add them to the last bag.
-        if first != 0 or last != count or bool((ends.diff() < 0).any()):
+        if not offsets_fit(ends, count):
+            first, last = int(ends[0]), int(ends[-1])
+            end = "end with" if self.include_last_offset else "be at most"
             raise ValueError(
                 f"Invalid offsets of {count} ids, from {first} to {last}: must begin with 0, never"
-                f" fall, and {'end with' if self.include_last_offset else 'be at most'} {count}."
+                f" fall, and {end} {count}."
             )
 
     def _refuse_weights(self, input: Tensor, weights: Tensor | None) -> None:

@@ -44,6 +44,9 @@ class LookupCounts(dict[str, Tensor]):
     Attributes:
         batches: the number of batches that were counted, over all ranks.
 
+    Raises:
+        ValueError: counts have another type or shape; names the table.
+
     Example::
 
         >>> import tempfile, torch
@@ -59,6 +62,12 @@ class LookupCounts(dict[str, Tensor]):
     """
 
     def __init__(self, counts: Mapping[str, Tensor], batches: int) -> None:
+        for name, rows in counts.items():
+            if rows.dtype != torch.int64 or rows.dim() != 1:
+                raise ValueError(
+                    f"Table {name!r}: lookup counts are {rows.dtype} of shape {tuple(rows.shape)};"
+                    " must be int64 (rows,)."
+                )
         super().__init__(counts)
         self.batches = batches
 

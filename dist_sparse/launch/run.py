@@ -14,9 +14,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from dist_sparse.launch.spec import LaunchSpec, additions, argv
 
@@ -74,8 +76,8 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
         sys.stdout.flush()
         # Several ranks would each read a part of stdin.
         stdin = None if single else subprocess.DEVNULL
-        process = subprocess.Popen(words, stdin=stdin, env=variables, start_new_session=True)
-        return _wait(process, spec.grace)
+        start = partial(subprocess.Popen, words, stdin=stdin, env=variables, start_new_session=True)
+        return _wait(start, spec.grace)
 
 
 def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
@@ -123,23 +125,34 @@ def _resolves(name: str) -> bool:
     return False
 
 
-def _wait(process: subprocess.Popen[bytes], grace: int) -> int:
-    """Wait until torchrun exits, forward the first signal to it, and return the exit code."""
-    forwarded: list[int] = []
+def _wait(start: Callable[[], subprocess.Popen[Any]], grace: int) -> int:
+    """Start torchrun and wait until it exits, forward the first signal to it, and return the exit
+    code."""
+    process: subprocess.Popen[Any] | None = None
+    received: list[int] = []
+    sent: list[int] = []
+
+    def send() -> None:
+        # A second signal would interrupt torchrun's shutdown, and leave ranks running.
+        if process is not None and received and not sent:
+            sent.append(received[0])
+            process.send_signal(received[0])
 
     def forward(number: int, _: FrameType | None) -> None:
-        # A second signal would interrupt torchrun's shutdown, and leave ranks running.
-        if not forwarded:
-            forwarded.append(number)
-            process.send_signal(number)
+        if not received:
+            received.append(number)
+            send()
             _log(f"{signal.Signals(number).name}: the ranks have {grace} s to exit")
 
+    # Before the start: a signal in between would leave torchrun running, in a session of its own.
     handlers = {}
     for number in _FORWARDED:
         # nohup ignores SIGHUP: it stays ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             handlers[number] = signal.signal(number, forward)
     try:
+        process = start()
+        send()
         code = process.wait()
     finally:
         # The caller may have handlers of its own.

@@ -374,9 +374,6 @@ def check_zero(
     registered: Mapping[str, ShardedData],
 ) -> None:
     """Refuse removed weights that are not zero, on every rank. Collective."""
-    # An enforcer that records writes has also kept removed weights at zero.
-    if all(tables[name].is_noted for name in sparsifier.data_groups.keys() & tables.keys()):
-        return
     revived = sparsifier.masks.count_revived(registered)
     with world_group().agreeing("export()"):
         for name in tables:
@@ -415,12 +412,18 @@ def with_changes(
     tables: ServedTables,
     sparsifier: BaseDataSparsifier,
     before: tuple[Path, ...],
-) -> ServedTables:
+) -> tuple[ServedTables, bool]:
     """Return the tables with the rows that may have changed since the last export, if the folders
-    ``before`` end with it. Collective."""
+    ``before`` end with it; and whether the writes to all sparsified tables were recorded, on every
+    rank. Collective."""
+    if not before:
+        return tables, False
+    world = world_group()
     note = _NOTES.get(sparsifier, {}).get(before)
-    if note is None:
-        return tables
+    # One rank alone may have none: where an interrupt has ended the last export before its end.
+    if world.all_reduce(torch.tensor(int(note is None))):
+        return tables, False
+    assert note is not None
     marked = dict(tables)
     flags = partial(_flag_written, _records(sparsifier))
     groups: dict[Any, list[ShardedData]] = {}
@@ -436,7 +439,9 @@ def with_changes(
             # 4x faster than all().
             if rows.count_nonzero() < len(rows):
                 marked[name] = replace(tables[name], changed=rows)
-    return marked
+    of_sparsifier = sparsifier.data_groups.keys() & marked.keys()
+    unknown = [name for name in of_sparsifier if not marked[name].is_noted]
+    return marked, not world.all_reduce(torch.tensor(len(unknown)))
 
 
 def refuse_replaced(

@@ -257,9 +257,9 @@ class ScoreSparsifier(BaseDataSparsifier):
         return super().audit()
 
     def apply_masks(self) -> None:
-        super().apply_masks()
         # Users call it after writes that torch does not count, which no tracking sees.
         self._caches = {}
+        super().apply_masks()
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         """Return what one bit of a new table's masks stands for: a sparse block, or an element.

@@ -16,7 +16,7 @@ from dist_sparse.sparsifiers.pieces import shared_weights
 from dist_sparse.tables.shards import Located
 
 
-def replicas_of(located: Located) -> list[str]:
+def find_replicas(located: Located) -> list[str]:
     """Return the names of the registered tables that no DistributedDataParallel or
     DistributedModelParallel holds, if they are equal on all ranks; warn of them in either case.
     Collective over the world if there are any; ``add_model()`` has checked that all ranks have the
@@ -46,12 +46,14 @@ def replicas_of(located: Located) -> list[str]:
             f"They differ between ranks (rank 0's {place} is not that of {ranks_text(ranks)}): "
             "each rank trains and prunes its own model."
         )
-    warn_on_first_rank(
-        f"The tables {cut(', '.join(names), 100)} are in no DistributedDataParallel and no"
-        f" DistributedModelParallel, in a world of {world.size} ranks. {rule} To train replicas,"
-        " wrap the model and call sparsify() on the wrapper.",
-        stacklevel=3,
-    )
+    # A warning may be an error, and only the first rank warns.
+    with world.agreeing("sparsify()"):
+        warn_on_first_rank(
+            f"The tables {cut(', '.join(names), 100)} are in no DistributedDataParallel and no"
+            f" DistributedModelParallel, in a world of {world.size} ranks. {rule} To train"
+            " replicas, wrap the model and call sparsify() on the wrapper.",
+            stacklevel=3,
+        )
     return replicas
 
 

@@ -48,7 +48,7 @@ from dist_sparse.training.arguments import (
     final_levels,
     left_dense,
 )
-from dist_sparse.training.replicas import compare_replicas, replicas_of
+from dist_sparse.training.replicas import compare_replicas, find_replicas
 from dist_sparse.training.state import prepare_load, save
 
 
@@ -457,6 +457,12 @@ def sparsify(
         floors = by_table("floor", more.floor, pruned, unpruned)
         finals = final_levels(args, located, pruned, unpruned, floors)
         facts.update(args.facts(located))
+        if emptied := [name for name, final in finals.items() if final == 1]:
+            warn_on_first_rank(
+                f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1,"
+                " one block of each table stays.",
+                stacklevel=2,
+            )
         # The level starts at 0; the schedule raises it.
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0,
@@ -491,20 +497,13 @@ def sparsify(
         # On all ranks or on none: they must compare blocks alike.
         if world.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
+        training._replicas = find_replicas(walked.located)
         if more.rotate is not None:
             # The enforcer also knows which optimizers step the tables, which a rotation reads.
             more.rotate.rotate(sparsifier)
-        training._replicas = replicas_of(walked.located)
     except BaseException:
         training._detach_parts()
         raise
-    emptied = [name for name, final in finals.items() if final == 1]
-    if emptied:
-        warn_on_first_rank(
-            f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
-            " block of each table stays.",
-            stacklevel=2,
-        )
     return training
 
 

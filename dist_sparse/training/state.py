@@ -168,9 +168,10 @@ def _check_next_updates(
     # Updates must work at the state's step and at the end of its schedule. Other tables keep their
     # level. sparsifier.prepare_load() has just walked the model.
     located = tables.find_all(tables.names)
+    # Norms are always known. Other scores need the optimizers that an enforcer knows, and tell
+    # check_levels() which tables have sums.
+    if sparsifier.masks.enforcer is not NO_ENFORCER and sparsifier.scored_by != "norm":
+        sparsifier.look_up(located)
     for reached in (levels, finals):
         by_table = {name: reached.get(name, current[name]) for name in current}
         sparsifier.check_levels(by_table, located)
-    # Norms are always known. Other scores need the optimizers that an enforcer knows.
-    if sparsifier.masks.enforcer is not NO_ENFORCER and sparsifier.scored_by != "norm":
-        sparsifier.look_up(located)

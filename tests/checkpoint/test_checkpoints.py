@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -299,3 +301,19 @@ def test_a_scheduler_that_is_made_after_the_resume(tmp_path: Path) -> None:
     resumed.checkpoints.resume_latest(**resumed.parts)
     after = scheduler(resumed.optimizers[1], 0)
     assert after.base_lrs == before.base_lrs
+
+
+def test_an_interrupted_wait_is_waited_for_again(tmp_path: Path) -> None:
+    """Two threads would write at once."""
+    job = Job(tmp_path)
+    writing = Future[None]()
+    Checkpoints._writing = writing
+    with (
+        mock.patch.object(writing, "result", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        job.checkpoints.wait()
+    assert Checkpoints._writing is writing
+    writing.set_result(None)
+    job.checkpoints.wait()
+    assert Checkpoints._writing is None

@@ -261,6 +261,7 @@ def test_the_crafted_ones_would_run_in_plain_dcp(job: Job, tmp_path: Path) -> No
         ({"world": 0}, r"Invalid world=0"),
         ({"files": {"../x": {"bytes": 1, "crc32": "0"}}}, r"'../x' is not a file name"),
         ({"files": {"a/b": {"bytes": 1, "crc32": "0"}}}, r"'a/b' is not a file name"),
+        ({"files": {"values.json": {"bytes": 1, "crc32": "0"}}}, r"it lists no \.metadata"),
         ({"files": {"a": {"bytes": 1}}}, r"an entry is missing or of another type"),
         ({"files": 3}, r"an entry is missing or of another type"),
     ],

@@ -132,7 +132,7 @@ def test_gives_and_trains_as_before(world: int, name: str) -> None:
         for group in run.model.fused_optimizer.param_groups:
             group["lr"] = 0.05
         run.model.fused_optimizer.step()
-    kept = kept_rows(small.sparsifier)
+    kept = kept_rows(small.sparsifier, small.sparsifier.masks.tables.current())
     features = batch(cell, seed=dist.get_rank())
     dense = dict(small.model.module.over.named_parameters())
     before = small.model(features)
@@ -279,7 +279,7 @@ def test_means_that_torchrec_divides_wrongly(world: int) -> None:
 def test_removed_ids_are_not_sent() -> None:
     """Lookups get kept ids only, over all ranks."""
     run = Run(cell_of(2, "table_wise"), level=0.75)
-    kept = kept_rows(run.sparsifier)
+    kept = kept_rows(run.sparsifier, run.sparsifier.masks.tables.current())
     features = batch(run.cell, seed=dist.get_rank())
     tables = {feature: table.name for table in run.cell.tables for feature in table.features}
     here = sum(
@@ -309,7 +309,7 @@ def test_rows_that_pad_a_compact_table_are_never_kept() -> None:
     first = run.model.module.sparse.tables.ids.table_indexes()
     run.enforcer.detach()
     run.prune(0.1)
-    flags = kept_rows(run.sparsifier)
+    flags = kept_rows(run.sparsifier, run.sparsifier.masks.tables.current())
     padding = {name: flags[name][index.num_kept :] for name, index in first.items()}
     assert any(map(torch.any, padding.values()))
     features = batch(run.cell, seed=dist.get_rank())
@@ -334,7 +334,7 @@ def test_twice() -> None:
     run.train(2)
     features = batch(run.cell, seed=dist.get_rank())
     before = run.model(features).detach()
-    flags = kept_rows(run.sparsifier)
+    flags = kept_rows(run.sparsifier, run.sparsifier.masks.tables.current())
     run.compact()
     check_equal(run.model(features), before, False)
     found = run.model.module.sparse.tables

@@ -42,7 +42,7 @@ def test_kept_rows(world: int, name: str) -> None:
         sparsifier = DataNormSparsifier(sparsity_level=0.7, sparse_block_shape=block)
         names = sparsifier.add_model(model)
         sparsifier.step()
-        kept = kept_rows(sparsifier)
+        kept = kept_rows(sparsifier, sparsifier.masks.tables.current())
         assert set(kept) == set(names)
         assert all(torch.equal(kept[table], sparsifier.full_mask(table).any(1)) for table in names)
         assert any(not bool(flags.all()) for flags in kept.values())
@@ -57,7 +57,10 @@ def test_kept_rows_of_plain_data_and_of_a_dense_table() -> None:
     sparsifier.data_groups["weight"]["sparsity_level"] = 0.0
     sparsifier.step()
     sparsifier.get_mask("line").zero_()
-    assert {name: flags.tolist() for name, flags in kept_rows(sparsifier).items()} == {
+    assert {
+        name: flags.tolist()
+        for name, flags in kept_rows(sparsifier, sparsifier.masks.tables.current()).items()
+    } == {
         "plain": [False, False, True, True],
         "line": [False],
         "weight": [True] * 6,

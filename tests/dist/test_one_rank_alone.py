@@ -306,3 +306,13 @@ def test_an_unknown_name_on_one_rank() -> None:
     sparsifier, _ = sparsified()
     with short_timeout(), pytest.raises(ValueError, match="unknown"):
         sparsifier.full_mask("unknown" if dist.get_rank() else "user")
+
+
+@on_ranks(WORLD)
+def test_a_name_of_plain_data_on_one_rank() -> None:
+    """Its mask is on each rank: that rank once sent nothing, and the others waited."""
+    sparsifier, _ = sparsified()
+    sparsifier.add_data("plain", torch.ones(4, 4))
+    with short_timeout(), pytest.raises(ValueError, match="rank"):
+        sparsifier.full_mask("plain" if dist.get_rank() else "user")
+    assert sparsifier.full_mask("plain").shape == (4, 4)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse import SparseTraining, sparsify
+from dist_sparse import SparseTraining, remove_untouched, sparsify
 from dist_sparse.groups import reset_traffic, traffic
 from tests.dist.plugin import on_ranks
 from tests.keywords import nested
@@ -125,3 +125,28 @@ def test_replicas_that_stay_equal_cost_one_message_a_mask_update() -> None:
         assert traffic().collectives == due
     assert masks(sparse)[0] == masks(sparse)[1]
     sparse.detach()
+
+
+@on_ranks(2)
+def test_a_warning_that_is_an_error_leaves_nothing_attached() -> None:
+    """Only the first rank warns."""
+    model = replicas()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises((ValueError, UserWarning), match="in no DistributedDataParallel"):
+            sparsify(model, optim.SGD(model.parameters(), lr=0.1), **nested(**PLAN))
+    _, sparse, _ = sparsified(model)
+    sparse.detach()
+
+
+@on_ranks(2)
+def test_each_rank_has_removed_rows_of_its_own() -> None:
+    """Rank 0's once counted for all."""
+    model = nn.EmbeddingBag(100, 8, mode="sum")
+    optimizer = optim.Adam(model.parameters())
+    read = torch.arange(50) + 50 * dist.get_rank()
+    model(read.view(5, 10)).sum().backward()
+    optimizer.step()
+    removed = remove_untouched(model, optimizer, trust_record=True)
+    share = removed.share([{"weight": read}], show_progress=False)
+    assert share.removed == {"weight": 0}

@@ -68,3 +68,12 @@ def test_errors_name_the_function_where_it_can_be_called() -> None:
     with pytest.raises(ValueError, match=r"record=dist_sparse\.count_lookups\(batches, model\)"):
         remove_untouched(model)
     assert dist_sparse.count_lookups is count_lookups
+
+
+@pytest.mark.parametrize(
+    "counts", [torch.ones(ROWS, dtype=torch.int32), torch.ones(ROWS, 1).long()]
+)
+def test_counts_of_another_type_or_shape_are_refused(counts: torch.Tensor) -> None:
+    """Counts of 32 bits could be saved, and not be loaded."""
+    with pytest.raises(ValueError, match=r"Table 'weight': lookup counts are .* must be int64"):
+        LookupCounts({"weight": counts}, batches=1)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
+
+from dist_sparse.launch import run
 
 from .jobs import alive, finish, job, script
 
@@ -90,3 +93,13 @@ def test_a_killed_torchrun_is_named(tmp_path: Path) -> None:
             running.process.stderr.read().splitlines()[-1]
             == "launch: torchrun was killed by SIGKILL"
         )
+
+
+def test_a_signal_while_torchrun_starts_is_forwarded() -> None:
+    """In a session of its own, it would go on without a parent."""
+
+    def start() -> subprocess.Popen[bytes]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return subprocess.Popen(["sleep", "300"])
+
+    assert run._wait(start, grace=1) == 128 + signal.SIGTERM

@@ -401,6 +401,27 @@ def test_ranks(world: int, name: str, dtype: Any, block: Any, tmp_path: Path) ->
     sparse.detach()
 
 
+@on_ranks(2)
+def test_a_record_that_one_rank_lacks_is_not_used(tmp_path: Path) -> None:
+    """An interrupt may end an export on one rank after the others have begun their records."""
+    cell = trained_cells(2)["row_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    options: Any = {"level": 0.6, "end": 6, "every": 2, "advanced": Advanced(min_rows=0)}
+    sparse = sparsify(model, optimizer, **options)
+    learn(model, optimizer, cell, 0)
+    base = export(model, sparse, tmp_path / "base")
+    learn(model, optimizer, cell, 1)
+    if dist.get_rank() == 1:
+        sources._NOTES.clear()
+    delta = export(model, sparse, tmp_path / "delta", since=base)
+    export(model, sparse, tmp_path / "full")
+    if dist.get_rank() == 0:
+        merge(base.path, delta.path, out=tmp_path / "merged")
+        assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
+    sparse.detach()
+
+
 @contextmanager
 def streamed() -> Iterator[list[int]]:
     """Count the rows of each table that are streamed."""

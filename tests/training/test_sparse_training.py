@@ -659,3 +659,20 @@ def test_level_one_of_all_tables_is_reached_over_them() -> None:
     for step in range(51):
         sparse.step()
         assert (sparse.sparsity == 1) == (step == 50)
+
+
+def test_a_state_whose_score_needs_other_optimizers_changes_nothing() -> None:
+    """Its next mask update once failed instead of the load."""
+    source, model = Two(), Two()
+    adagrad, adam = optim.Adagrad(source.parameters()), optim.Adam(model.parameters())
+    plan = {"level": 0.5, "end": 6, "every": 2, "min_rows": 4}
+    saved = sparsify(source, adagrad, **nested(**plan, score="accumulator"))
+    train(source, adagrad, saved, 3)
+    sparse = sparsify(model, adam, **nested(**plan))
+    before = sparse.state_dict()
+    with pytest.raises(ValueError, match="no Adagrad steps it"):
+        sparse.load_state_dict(saved.state_dict())
+    assert str(sparse.state_dict()) == str(before)
+    train(model, adam, sparse, 3)
+    saved.detach()
+    sparse.detach()

@@ -642,3 +642,12 @@ def test_a_level_of_1_warns() -> None:
     model = nn.ModuleDict({"user": nn.EmbeddingBag(64, 4), "item": nn.EmbeddingBag(64, 4)})
     with pytest.warns(UserWarning, match=r"level=1.0 removes all weights of \['user'\]"):
         sparsify(model, adam(model), level={"user": 1.0, "item": 0.5}, end=3).detach()
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_attached() -> None:
+    model = nn.ModuleDict({"user": nn.EmbeddingBag(64, 4), "item": nn.EmbeddingBag(64, 4)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises(UserWarning, match=r"level=1.0 removes all weights"):
+            sparsify(model, adam(model), level={"user": 1.0, "item": 0.5}, end=3)
+    sparsify(model, adam(model), level=0.5, end=3).detach()
