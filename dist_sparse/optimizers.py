@@ -41,12 +41,10 @@ def leaves(optimizer: Any) -> Iterator[Optimizer]:
     Raises:
         ValueError: ``optimizer``, or a part of it, is not an optimizer.
     """
+    optimizer = unwrapped(optimizer)
     inside = torchrec_parts(optimizer)
     if isinstance(optimizer, (list, tuple)):
         inside = list(optimizer)
-    elif hasattr(optimizer, "_optimizer") and inside is None:
-        # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
-        inside = [optimizer._optimizer]
     if inside is not None:
         yield from chain(*map(leaves, inside))
     # Set by the constructor of torch's optimizers: without it, no hook can be registered.
@@ -57,6 +55,15 @@ def leaves(optimizer: Any) -> Iterator[Optimizer]:
             f"Invalid optimizer of type {type(optimizer).__name__}: must be an initialized"
             " torch.optim.Optimizer, or have one in its attribute _optimizer."
         )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside wrappers: the innermost, or the first that combines several or
+    fused ones."""
+    # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
+    while torchrec_parts(optimizer) is None and hasattr(optimizer, "_optimizer"):
+        optimizer = optimizer._optimizer
+    return optimizer
 
 
 def torchrec_parts(optimizer: object) -> list[Any] | None:

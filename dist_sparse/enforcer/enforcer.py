@@ -361,13 +361,13 @@ class MaskEnforcer(Enforcer):
         if not self._replaced() and not self._resharded():
             return
         # Moving masks to their shards is collective, and the caller may be a single rank.
-        tables = self._sparsifier.masks.tables
-        if moved := tables.moved(tables.locate()):
+        walked = self._walk()
+        if moved := self._sparsifier.masks.tables.moved(walked.located):
             raise ValueError(
                 f"The shards of the tables {moved} have moved since their masks were last used: run"
                 " a forward, step() or apply_masks() on every rank first."
             )
-        self._attach_hooks(self._walk())
+        self._attach_hooks(walked)
 
     def _resharded(self) -> list[nn.Module]:
         """Return the collections that TorchRec has resharded since hooks were attached."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import choice
+from dist_sparse.checks import choice, flag
 from dist_sparse.ids.row_index import (
     REMOVED,
     UNKNOWN,
@@ -645,8 +645,7 @@ def load_served(
                 [6., 8.]])
     """
     unknown_ids: Any = choice("unknown", unknown, get_args(UnknownIds))
-    if not isinstance(count, bool):
-        raise ValueError(f"Invalid count={count!r}: must be True or False.")
+    flag("count", count)
     fbgemm = fbgemm and kernels.available()
     folders = folders_of("path", path)
     if not folders:

@@ -347,8 +347,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             # A rotation sorts the columns by norm, so the last ones hold the least.
             measure = partial(_places, data.shape[1])
         floor = number("floor", self.floors.get(data.name, 0.0), least=0, most=1, of=data.name)
-        # A floor of 0.07 keeps 7 of 100 blocks, although 0.07 * 100 is 7.000000000000001.
-        most = blocks - math.ceil(floor * blocks - 1e-9)
+        most = blocks - blocks_kept(floor, blocks)
         # A user may have assigned it.
         if self.scope not in SCOPES:
             raise ValueError(f"Invalid scope={self.scope!r}: must be one of {SCOPES}.")
@@ -512,6 +511,12 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
             f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do;"
             f" {block} does not divide {data.shape}."
         )
+
+
+def blocks_kept(floor: float, blocks: int) -> int:
+    """Return the fewest of a table's blocks that a floor, a share of them, lets a mask keep."""
+    # A floor of 0.07 keeps 7 of 100 blocks, although 0.07 * 100 is 7.000000000000001.
+    return math.ceil(floor * blocks - 1e-9)
 
 
 def _shape_of(block: Any) -> Any:

@@ -95,7 +95,7 @@ class MaskUpdater(abc.ABC):
 
     def score_tables(self, located: Located, configs: Configs) -> Any:
         """Score this rank's shards: the local half of a mask update. Must neither communicate nor
-        change anything. :meth:`select_masks` gets the returned value.
+        change masks, weights or configurations. :meth:`select` gets the returned value.
 
         This class calls :meth:`update_mask` on each shard. Subclasses may override both methods.
 

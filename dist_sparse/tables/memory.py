@@ -1,8 +1,8 @@
 """Which weights are the same memory.
 
 TorchRec, FBGEMM, torch's optimizers and a module each hand out a tensor object of their own for a
-table: views, parameters and ``.data``. Only memory shows that they belong together. Addresses stay
-in this module: elsewhere, what belongs to a shard is looked up by the shard's tensor.
+table: views, parameters and ``.data``. Only memory shows that they belong together. No other module
+looks up by address: what belongs to a shard is found by the shard's tensor.
 """
 
 from __future__ import annotations

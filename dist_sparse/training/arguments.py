@@ -23,7 +23,7 @@ from dist_sparse.records import GuardCheck
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier, Score
-from dist_sparse.sparsifiers.score import SCOPES, Norm, Scope
+from dist_sparse.sparsifiers.score import SCOPES, Norm, Scope, blocks_kept
 from dist_sparse.tables.bases import TableGroups, rotation_groups
 from dist_sparse.tables.memory import same_storage
 from dist_sparse.tables.shards import (
@@ -663,8 +663,7 @@ class _PrunedTable:
         stays = min(self.blocks, 1)
         # With scope="global" the sparsifier removes elsewhere the blocks that a floor keeps.
         if not is_global:
-            # - 1e-9: products such as 0.1 * 30 are a rounding error above an integer.
-            stays = max(stays, math.ceil(self.floor * self.blocks - 1e-9))
+            stays = max(stays, blocks_kept(self.floor, self.blocks))
         return self.blocks - stays
 
     def served_bytes(self, removed: int) -> int:

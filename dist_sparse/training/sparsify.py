@@ -18,7 +18,7 @@ from dist_sparse import checks
 from dist_sparse.enforcer import Hook, Hooks
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
 from dist_sparse.groups import warn_on_first_rank, world_group
-from dist_sparse.optimizers import Optimizers, torchrec_parts
+from dist_sparse.optimizers import Optimizers, unwrapped
 from dist_sparse.records import GuardCheck, removed_share
 from dist_sparse.schedulers import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -289,7 +289,7 @@ class SparseTraining:
             # The hook keeps this object alive as long as the optimizer, even if the caller drops
             # it.
             hook = Hook(lambda *_: self._step())
-            self._hooks.add(_unwrap(optimizers[-1]).register_step_post_hook(hook))
+            self._hooks.add(unwrapped(optimizers[-1]).register_step_post_hook(hook))
         (modules,) = walked.modules.values()
         unused = dict(_unsharded_collections(modules, self.sparsifier.data_groups))
         self._unused = unused
@@ -533,15 +533,6 @@ def _scheduler(
         if not isinstance(scheduler, ReadyDataScheduler):
             raise ValueError(f"{wrong}, and returned {scheduler!r}.")
     return scheduler
-
-
-def _unwrap(optimizer: Any) -> Any:
-    """Return the optimizer inside wrappers: the innermost, or the first that combines several or
-    fused ones."""
-    # LightningOptimizer and TorchRec's wrappers step the optimizer in their `_optimizer`.
-    while torchrec_parts(optimizer) is None and hasattr(optimizer, "_optimizer"):
-        optimizer = optimizer._optimizer
-    return optimizer
 
 
 def _unsharded_collections(
