@@ -41,7 +41,7 @@ def leaves(optimizer: Any) -> Iterator[Optimizer]:
     Raises:
         ValueError: ``optimizer``, or a part of it, is not an optimizer.
     """
-    optimizer = unwrapped(optimizer)
+    optimizer = unwrapped_optimizer(optimizer)
     inside = torchrec_parts(optimizer)
     if isinstance(optimizer, (list, tuple)):
         inside = list(optimizer)
@@ -57,7 +57,7 @@ def leaves(optimizer: Any) -> Iterator[Optimizer]:
         )
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrapped_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside wrappers: the innermost, or the first that combines several or
     fused ones."""
     # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.

@@ -18,7 +18,7 @@ from dist_sparse import checks
 from dist_sparse.enforcer import Hook, Hooks
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
 from dist_sparse.groups import warn_on_first_rank, world_group
-from dist_sparse.optimizers import Optimizers, unwrapped
+from dist_sparse.optimizers import Optimizers, unwrapped_optimizer
 from dist_sparse.records import GuardCheck, removed_share
 from dist_sparse.schedulers import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -289,7 +289,7 @@ class SparseTraining:
             # The hook keeps this object alive as long as the optimizer, even if the caller drops
             # it.
             hook = Hook(lambda *_: self._step())
-            self._hooks.add(unwrapped(optimizers[-1]).register_step_post_hook(hook))
+            self._hooks.add(unwrapped_optimizer(optimizers[-1]).register_step_post_hook(hook))
         (modules,) = walked.modules.values()
         unused = dict(_unsharded_collections(modules, self.sparsifier.data_groups))
         self._unused = unused
