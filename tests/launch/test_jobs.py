@@ -241,6 +241,18 @@ def test_one_shown_rank_writes_to_the_terminal(
 
 
 @pytest.mark.slow
+def test_a_hidden_rank_that_exits_has_no_traceback(tmp_path: Path) -> None:
+    """All ranks refuse a wrong option, and the shown one has said so."""
+    refuse = "import argparse\nargparse.ArgumentParser().parse_args(['--bogus'])\n"
+    words = ["--nproc", "2", "--ranks", "0", script(tmp_path, refuse)]
+    with job(tmp_path, words) as running:
+        status, _, err = finish(running)
+    assert status == 2
+    assert "unrecognized arguments: --bogus" in err and "Traceback" not in err
+    assert err.splitlines()[-1].endswith("with SystemExit: 2 (exit code 2)")
+
+
+@pytest.mark.slow
 def test_only_shown_ranks_are_printed(tmp_path: Path) -> None:
     words = [
         "--nproc",

@@ -188,14 +188,14 @@ def test_the_steps_that_a_record_covers_and_what_shows_that_it_covers_the_traini
     model, optimizer = trained(torch.optim.Adagrad)
     text = " ".join(str(plan(model, "10%", optimizer=optimizer)).split())
     assert "Record of cross: the optimizer's state, 2 steps." in text
-    assert "Nothing shows that the record covers the training of cross: its initial values" in text
+    assert "Nothing shows that the record covers the training of cross: the initial values" in text
     assert (
         "# trust_record: you say that the record covers the whole training removed ="
         " ds.remove_untouched( model, optimizer, include=['cross'], trust_record=True, )"
     ) in text
     said = json.loads(json.dumps(plan(model, "10%", optimizer=optimizer).to_json()))
     assert said["records"] == {"cross": "the optimizer's state, 2 steps"}
-    assert said["doubts"]["cross"] == "its initial values are not known to be uniform"
+    assert said["doubts"]["cross"] == "the initial values are not known to be uniform"
 
 
 @pytest.mark.parametrize("half", [False, True])
