@@ -246,6 +246,7 @@ def test_from_training_to_a_server_with_a_delta(data: Dataset, tmp_path: Path) -
             {},
             {**request, "dense": [[1.0]]},
             {"dense": request["dense"], "ids": {}},
+            {"dense": request["dense"], "ids": []},
             {**request, "ids": fractions},
         ):
             with pytest.raises(HTTPError) as refused:
@@ -305,25 +306,34 @@ def test_workers_share_a_table_until_a_delta_writes_to_it(tmp_path: Path) -> Non
         EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"])
     ]
     dlrm = DLRM(EmbeddingBagCollection(tables), 3, [dim], [16, 1])
+    published = tmp_path / "published"
 
     def publish(version: str, **since: Any) -> None:
-        folder = tmp_path / "published" / version
+        folder = published / version
         folder.mkdir(parents=True)
         save_layers(dlrm, folder / "layers.safetensors")
         export(dlrm, None, folder / "tables", **since)
 
     publish("000")
-    with served(tmp_path / "published", tmp_path / "app") as server:
+    with served(published, tmp_path / "app") as server:
 
         def own(worker: int) -> float:
             return server.metrics()[f'own_memory_bytes{{worker="{worker}"}}'] / 2**20
+
+        # They would share the port with the workers of another server.
+        port = server.address.rpartition(":")[2]
+        twice = run_script(Path(serve.__file__), [published, "--port", port], cwd=tmp_path)
+        assert twice.returncode == 1 and "Pass another --port." in twice.stderr
+        with pytest.raises(HTTPError) as elsewhere:
+            predict(f"{server.address}/v1", {})
+        assert elsewhere.value.code == 404
 
         before = [own(worker) for worker in range(WORKERS)]
         assert max(before) < 20, before
         with torch.no_grad():
             [weight] = dlrm.sparse_arch.parameters()
             weight[::100] += 1
-        publish("001", since=tmp_path / "published" / "000" / "tables")
+        publish("001", since=published / "000" / "tables")
         server.said(r"worker \d: version 1, applied in")
         after = [own(worker) for worker in range(WORKERS)]
         assert min(after) > 30 and max(after) < 80, after
@@ -334,4 +344,10 @@ def test_a_folder_without_a_version_is_refused(tmp_path: Path) -> None:
     done = run_script(Path(serve.__file__), [tmp_path], cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr == f"{tmp_path} holds no version: run publish.py first.\n"
+    # The client, without a server.
+    asked = run_script(FOLDER / "ask.py", ["http://127.0.0.1:9/"], cwd=tmp_path)
+    assert asked.returncode == 1
+    assert re.match(
+        r"http://127.0.0.1:9 does not answer: .* Start serve.py first.\n$", asked.stderr
+    )
     assert job.TESTED % job.BATCH_SIZE == 0

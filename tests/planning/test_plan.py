@@ -311,7 +311,7 @@ def test_traffic_that_is_not_known() -> None:
     assert answer.untouched == plan(model, "9%").untouched == {}
     assert "Never read" not in str(answer)
     assert "\nUnknown of user, cross: SGD keeps no state that tells.\n" in str(answer)
-    assert "\nUnknown of user, cross: no optimizer that was given steps it.\n" in str(
+    assert "\nUnknown of user, cross: no optimizer was passed that steps it.\n" in str(
         plan(model, "9%")
     )
 
