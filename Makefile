@@ -32,7 +32,7 @@ help:  ## this list
 	@echo '            .venv/bin/python -m benchmarks.sweep --help'
 
 setup: $(READY)  ## creates .venv with pinned versions of everything; some minutes
-	@echo 'Everything is in $(VENV). Next: make train; or `. $(BIN)/activate`, then `dist-sparse`.'
+	@echo 'Everything is in $(VENV). Next: make train; or `. $(BIN)/activate`, then `dist-sparse --help`.'
 
 $(READY): requirements/cpu.txt requirements/common.txt pyproject.toml
 	@test ! -L $(VENV) || { echo '$(VENV) is a symbolic link: nothing is installed into the environment of another checkout. Remove the link.' >&2; exit 1; }

@@ -35,6 +35,8 @@ def main() -> None:
     )
     parser.add_argument("address", help="as serve.py prints it")
     address = parser.parse_args().address.rstrip("/")
+    if "://" not in address:
+        address = f"http://{address}"
     refuse_silent(address)
     data = load(fetch())
     index = data.test[-TESTED:]

@@ -189,7 +189,10 @@ class Requests(BaseHTTPRequestHandler):
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             self._send(400, {"error": f"{type(error).__name__}: {error}"})
             return
-        self._send(200, self._model.answer(*tensors))
+        answer = self._model.answer(*tensors)
+        # Before the client has the answer: the metrics that it reads next have counted it.
+        self._counters.note(self._worker, self._model)
+        self._send(200, answer)
 
     def _send(self, status: int, answer: Any) -> None:
         body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
