@@ -249,6 +249,10 @@ def _sealed(form: str, version: int, fields: dict[str, Any]) -> str:
 
 
 def _unsealed(text: str, form: str, version: int) -> dict[str, Any]:
+    # The format is the first entry.
+    for other, what in ((FORMAT, "an artifact"), (_DELTA_FORMAT, "a delta")):
+        if form != other and text.startswith(f'{{\n "format": "{other}"'):
+            raise ValueError(f"it is {what}: an artifact comes first, then its deltas in order")
     entries = unsealed(text, form, version)
     size = integer("bytes", entries["files"][TABLES]["bytes"], least=0)
     return {**entries, "bytes": size}

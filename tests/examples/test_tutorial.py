@@ -342,7 +342,9 @@ def test_workers_share_a_table_until_a_delta_writes_to_it(tmp_path: Path) -> Non
 def test_a_folder_without_a_version_is_refused(tmp_path: Path) -> None:
     done = run_script(Path(serve.__file__), [tmp_path], cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr == f"{tmp_path} holds no version: run publish.py first.\n"
+    assert (
+        done.stderr == f"{tmp_path} holds no version: run publish.py, and pass FOLDER/published.\n"
+    )
     # The client, without a server.
     asked = run_script(FOLDER / "ask.py", ["127.0.0.1:9/"], cwd=tmp_path)
     assert asked.returncode == 1
