@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torchrec import KeyedJaggedTensor
 
 import dist_sparse
 from dist_sparse import LookupCounts, count_lookups, remove_untouched
@@ -68,3 +70,20 @@ def test_errors_name_the_function_where_it_can_be_called() -> None:
     with pytest.raises(ValueError, match=r"record=dist_sparse\.count_lookups\(batches, model\)"):
         remove_untouched(model)
     assert dist_sparse.count_lookups is count_lookups
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", [dict, KeyedJaggedTensor])
+def test_one_batch_in_the_place_of_several_is_refused(kind: type) -> None:
+    batch: Any = {"weight": torch.tensor([1])}
+    if kind is KeyedJaggedTensor:
+        batch = KeyedJaggedTensor(["weight"], torch.tensor([1]), lengths=torch.tensor([1]))
+    model = nn.EmbeddingBag(ROWS, 8)
+    message = rf"Invalid batches of type {kind.__name__}: must be several: pass \[batch\]\."
+    with pytest.raises(ValueError, match=message):
+        count_lookups(batch, model)
+    removed = remove_untouched(
+        model, record={"weight": torch.ones(ROWS, dtype=torch.int64)}, trust_record=True
+    )
+    with pytest.raises(ValueError, match=message):
+        removed.share(batch)

@@ -601,6 +601,10 @@ def test_tables_of_a_model() -> None:
         ({"record": {"user": torch.ones(9).int()}}, "they are for models"),
         ({"model": {"user": 9}}, r"Invalid shape 9 of 'user'"),
         ({"model": {}}, "must be a module, or shapes by table"),
+        (
+            {"model": nn.EmbeddingBag(9, 8).state_dict()},
+            r"Invalid shape of 'weight': it is a tensor. Pass the module, not its state_dict\(\)",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused(how: dict[str, Any], message: str) -> None:
