@@ -249,10 +249,10 @@ def _sealed(form: str, version: int, fields: dict[str, Any]) -> str:
 
 
 def _unsealed(text: str, form: str, version: int) -> dict[str, Any]:
+    other, what = _OTHERS[form]
     # The format is the first entry.
-    for other, what in ((FORMAT, "an artifact"), (_DELTA_FORMAT, "a delta")):
-        if form != other and text.startswith(f'{{\n "format": "{other}"'):
-            raise ValueError(f"it is {what}: an artifact comes first, then its deltas in order")
+    if text.startswith(f'{{\n "format": "{other}"'):
+        raise ValueError(f"it is {what}: an artifact comes first, then its deltas in order")
     entries = unsealed(text, form, version)
     size = integer("bytes", entries["files"][TABLES]["bytes"], least=0)
     return {**entries, "bytes": size}
@@ -349,6 +349,9 @@ def artifact_summary(manifest: Manifest, when: str = "on disk") -> str:
 
 _DELTA_FORMAT = "dist_sparse.serving.delta"
 _DELTA_VERSION = 3
+
+# By format, the other one and what it is: their folders are mistaken for each other.
+_OTHERS = {FORMAT: (_DELTA_FORMAT, "a delta"), _DELTA_FORMAT: (FORMAT, "an artifact")}
 
 
 @dataclass(frozen=True, kw_only=True)
