@@ -186,7 +186,7 @@ def _serve_check(options: argparse.Namespace) -> int:
     manifest = chain.manifest
     lines = [delta_summary(delta.manifest) for delta in chain.deltas]
     # Deltas and served.metrics() name an artifact by its hash.
-    lines += [artifact_summary(manifest, "once merged" if lines else "on disk")]
+    lines += [artifact_summary(manifest, "once merged") if lines else artifact_summary(manifest)]
     text = "\n".join([*lines, f"artifact {manifest.hash[:12]}", "ok"])
     sizes = {name: asdict(table.bytes) for name, table in manifest.tables.items()}
     found = {"hash": manifest.hash, "sizes": sizes, **json.loads(manifest.to_text())}

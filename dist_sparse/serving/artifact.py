@@ -172,7 +172,7 @@ def manifest_text(folder: Path) -> bytes:
         raise ValueError(f"{folder} is an unfinished export: delete it, and export again.")
     if not file.is_file():
         inside = sorted(found.parent.name for found in folder.glob(f"*/{MANIFEST}"))
-        hint = f" It is in {names_text(inside, 4)} inside." if inside else ""
+        hint = f" Folders inside have one: {names_text(inside, 4)}." if inside else ""
         raise ValueError(f"{folder} is not the folder of an artifact: it has no {MANIFEST}.{hint}")
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{file} is refused: it has more than {_MOST_BYTES} bytes.")

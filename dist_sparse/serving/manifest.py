@@ -319,8 +319,8 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     return found
 
 
-def artifact_summary(manifest: Manifest, when: str = "on disk") -> str:
-    """Return a text table of the tables' bytes, and their total, which they take ``when``."""
+def artifact_summary(manifest: Manifest, where: str = f"in {TABLES}") -> str:
+    """Return a text table of the tables' bytes, and their total, which they take ``where``."""
     last = "books" if manifest.dtype == "codes" else "scales"
     head = ("table", "rows", "kept", "dim", "dtype", "served", "of dense", "index", last)
     rows, before = [], 0
@@ -332,7 +332,7 @@ def artifact_summary(manifest: Manifest, when: str = "on disk") -> str:
         parts = size(sizes.index), size(getattr(sizes, last))
         rows.append((name, *shape, table.dtype, *served, *parts))
     total = (
-        f"total: {size(manifest.bytes)} {when}, {percent(manifest.bytes / max(before, 1))} of"
+        f"total: {size(manifest.bytes)} {where}, {percent(manifest.bytes / max(before, 1))} of"
         f" {size(before)} dense"
     )
     if all(table.kept == table.rows for table in manifest.tables.values()):

@@ -367,7 +367,8 @@ def test_what_it_says(tmp_path: Path) -> None:
     assert repr(exported) == str(exported)
     shown = str(exported).splitlines()
     assert shown[0] == str(tmp_path / "served")
-    assert "on disk" in shown[-1]
+    # The manifest is on disk too.
+    assert shown[-1].startswith("total: ") and " in tables.safetensors, " in shown[-1]
 
 
 def test_serve_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,7 +391,7 @@ def test_serve_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         file.write(b"\xff")
     for path, message in (
         (tmp_path / "served", "tables.safetensors is damaged"),
-        (tmp_path, "it has no manifest.json. It is in served, whole inside."),
+        (tmp_path, "it has no manifest.json. Folders inside have one: served, whole."),
         (tmp_path / "served" / "manifest.json", "manifest.json is not the folder of an artifact"),
     ):
         assert main(["serve-check", str(path)]) == 1
