@@ -57,7 +57,9 @@ class Model:
     def __init__(self, folder: Path) -> None:
         tables = sorted(folder.glob("*/tables"))
         if not tables:
-            raise SystemExit(f"{folder} holds no version: run publish.py, and pass FOLDER/published.")
+            raise SystemExit(
+                f"{folder} holds no version: run publish.py, and pass FOLDER/published."
+            )
         self._folder, self._lock = folder, threading.Lock()
         # Not all at once: if a delta is damaged, the versions before it are served.
         self.tables = load_served(tables[0], count=True)
