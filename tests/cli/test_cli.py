@@ -18,6 +18,7 @@ from dist_sparse import count_lookups
 from dist_sparse.cli import doctor
 from dist_sparse.cli.doctor import Diagnosis
 from dist_sparse.cli.main import main, parser
+from dist_sparse.launch.__main__ import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -468,19 +469,19 @@ def test_doctor_as_a_module(tmp_path: Path) -> None:
 def test_a_parser_reads_the_words_of_the_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As tools for completion call it; its help shows which options are required."""
-    monkeypatch.setattr(sys, "argv", ["dist-sparse", "plan", "f:f", "--help"])
+    """As tools call it. Its help shows which options are required, also after it has refused a
+    word."""
+    words = Parser(prog="it")
+    words.add_argument("--budget", required=True)
+    monkeypatch.setattr(sys, "argv", ["it", "--help"])
     with pytest.raises(SystemExit) as leaving:
-        parser().parse_args()
+        words.parse_args()
     assert leaving.value.code == 0
-    assert " --budget SIZE" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["dist-sparse", "plan", "f:f"])
-    whole = parser()
-    # A parser that has refused words refuses them again.
-    for _ in range(2):
-        with pytest.raises(SystemExit) as leaving:
-            whole.parse_args()
-        assert "are required: --budget" in capsys.readouterr().err
+    assert capsys.readouterr().out.startswith("usage: it [-h] --budget BUDGET\n")
+    for given, message in ((["--bogus"], "unrecognized arguments"), ([], "are required: --budget")):
+        with pytest.raises(SystemExit):
+            words.parse_args(given)
+        assert message in capsys.readouterr().err
 
 
 def test_completion_finds_the_commands() -> None:
