@@ -32,7 +32,7 @@ help:  ## this list
 	@echo '            .venv/bin/python -m benchmarks.sweep --help'
 
 setup: $(READY)  ## creates .venv with pinned versions of everything; some minutes
-	@echo 'Everything is in $(VENV). Next: make train; or `. $(BIN)/activate`, then `dist-sparse`.'
+	@echo 'Everything is in $(VENV). Next: make train; or `. $(BIN)/activate`, then `dist-sparse --help`.'
 
 $(READY): requirements/cpu.txt requirements/common.txt pyproject.toml
 	@test ! -L $(VENV) || { echo '$(VENV) is a symbolic link: nothing is installed into the environment of another checkout. Remove the link.' >&2; exit 1; }
@@ -58,7 +58,7 @@ two-tower: has-data $(READY)  ## trains two towers wide, narrowed and narrow: DA
 
 # Before the setup, which takes minutes.
 has-data:
-	@test -f '$(DATA)' || { echo 'Name a file of interactions: make two-tower DATA=FILE.npz, with train_user, train_item, test_user, test_item, num_users and num_items; see docs/columns.md.' >&2; exit 2; }
+	@test -f '$(DATA)' || { echo "DATA='$(DATA)' is not a file. "'Name one of interactions: make two-tower DATA=FILE.npz, with train_user, train_item, test_user, test_item, num_users and num_items; see docs/columns.md.' >&2; exit 2; }
 
 online: $(READY)  ## trains, publishes and serves MovieLens-100K by day; 2 minutes
 	$(BIN)/dist-sparse launch --nproc $(NPROC) --ranks 0 examples/online/main.py -- $(ARGS)

@@ -211,7 +211,7 @@ class LookupRecord:
 
 
 # Why nothing is known of a table that another optimizer steps, or none.
-NOT_STEPPED = "no optimizer that was given steps it"
+NOT_STEPPED = "no optimizer was passed that steps it"
 
 # For a shard or a table: a record, or the reason why it is unknown which rows were touched.
 Known = LookupRecord | str

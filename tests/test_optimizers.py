@@ -235,7 +235,7 @@ def test_the_optimizer_that_has_a_record_counts() -> None:
     idle = torch.optim.SGD(model.parameters(), lr=0.1)
     for order in ([optimizer, idle], [idle, optimizer], {"a": optimizer, "b": idle}):
         assert isinstance(known(model, order)[0], LookupRecord)
-    assert known(model, None) == "no optimizer that was given steps it"
+    assert known(model, None) == "no optimizer was passed that steps it"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ Types for argparse state their rule in the error message. Needs no torch.
 import importlib
 import inspect
 import os
-import re
 import runpy
 import sys
 import traceback
@@ -45,11 +44,11 @@ def model_and_optimizer(entry: str) -> tuple[Any, Any]:
     :func:`model_and_evaluate`. The optimizer is None if it returned none.
 
     Args:
-        entry: ``package.module:function`` or ``file.py:function``.
+        entry: of :func:`entry_argument`.
 
     Raises:
-        EntryError: the file, module or function does not exist, takes arguments, fails, or returns
-            a wrong type.
+        EntryError: the module or function does not exist, takes arguments, fails, or returns a
+            wrong type.
     """
     returned = _call_user_code(_import_function(entry))
     model, second = _split(returned)
@@ -141,20 +140,32 @@ def existing_path(text: str) -> Path:
     return Path(text)
 
 
+def entry_argument(text: str) -> str:
+    """Return the name of a function, ``package.module:function`` or ``file.py:function``.
+
+    A file is looked up here, so that a missing one is named before other arguments that are
+    missing.
+
+    Raises:
+        ArgumentTypeError: it has another form, or the file does not exist.
+    """
+    where, _, name = text.rpartition(":")
+    if not where or not name:
+        raise ArgumentTypeError(f"{text!r} must be package.module:function or file.py:function.")
+    if where.endswith(".py") and not os.path.isfile(where):
+        raise ArgumentTypeError(f"there is no file {where!r}.")
+    return text
+
+
 def _import_function(entry: str) -> Callable[..., Any]:
     """Import the function that ``entry`` names. The file's folder, or the current one, comes first
     on ``sys.path``, as for a script.
 
     Raises:
-        EntryError: the file, module or function does not exist, the module fails, or the function
-            takes arguments.
+        EntryError: the module or function does not exist, the module fails, or the function takes
+            arguments.
     """
-    parts = re.fullmatch("(.+):(.+)", entry)
-    if parts is None:
-        raise EntryError("must be package.module:function or file.py:function.")
-    where, name = parts.groups()
-    if where.endswith(".py") and not os.path.isfile(where):
-        raise EntryError("there is no such file.")
+    where, _, name = entry.rpartition(":")
     try:
         names = _call_user_code(_load_names, where)
     except EntryError as error:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dist_sparse.cli.arguments import entry_argument
 from dist_sparse.launch.__main__ import Option
 from dist_sparse.launch.__main__ import option as option
 from dist_sparse.text import printable, wrapped
@@ -45,7 +46,10 @@ class Command:
 
 JSON = option("--json", help="prints JSON, sizes in bytes", action="store_true")
 FUNCTION = option(
-    "function", help="package.module:function or file.py:function", metavar="FUNCTION"
+    "function",
+    help="package.module:function or file.py:function",
+    type=entry_argument,
+    metavar="FUNCTION",
 )
 ROTATE = option(
     "--rotate",

@@ -21,6 +21,7 @@ from dist_sparse.cli.arguments import (
     EntryError,
     UsageError,
     budget_argument,
+    entry_argument,
     existing_path,
     model_and_optimizer,
     user_batches,
@@ -78,13 +79,20 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run_command(words: list[str]) -> int:
-    if words in ([], ["help"]):
+    if words == ["help"]:
         return print_text(parser().format_help().rstrip())
+    if not words:
+        # A script whose COMMAND is an empty variable must not succeed.
+        print(parser().format_help().rstrip(), file=sys.stderr)
+        return 2
     if words[0] in ("-V", "--version"):
         return print_text(f"dist-sparse {dist_sparse.__version__}")
     if words[0] == "launch":
         # It parses for itself, `--help` included.
         return launch(words[1:], prog="dist-sparse launch")
+    if words[0].startswith("-") and words[0] != "--":
+        # Options follow COMMAND. argparse would take the value of this one for COMMAND.
+        words = words[:1]
     options = parser().parse_args(words)
     name = options.command
     try:
@@ -178,7 +186,7 @@ def _serve_check(options: argparse.Namespace) -> int:
     manifest = chain.manifest
     lines = [delta_summary(delta.manifest) for delta in chain.deltas]
     # Deltas and served.metrics() name an artifact by its hash.
-    lines += [artifact_summary(manifest, "once merged" if lines else "on disk")]
+    lines += [artifact_summary(manifest, "once merged") if lines else artifact_summary(manifest)]
     text = "\n".join([*lines, f"artifact {manifest.hash[:12]}", "ok"])
     sizes = {name: asdict(table.bytes) for name, table in manifest.tables.items()}
     found = {"hash": manifest.hash, "sizes": sizes, **json.loads(manifest.to_text())}
@@ -262,6 +270,7 @@ or (model, optimizer), if the tables are not fused.
             option(
                 "--batches",
                 help="like FUNCTION; returns lookups that must be answered",
+                type=entry_argument,
                 metavar="FUNCTION",
             ),
             JSON,

@@ -254,8 +254,7 @@ class TableBatchHooks:
                 if worth_keeping(shard.mask.rect, shard.mask.block)
             }
         else:
-            # Nothing can be written to an empty table.
-            weights = {i: weight for i, weight in enumerate(self._batch.weights()) if len(weight)}
+            weights = dict(enumerate(self._batch.weights()))
         record = self._records.get(reader, {})
         if record.keys() != weights.keys():
             record = {table: RowFlags(len(weight)).add_all() for table, weight in weights.items()}

@@ -30,6 +30,7 @@ __all__ = [
     "bytes_of",
     "check_range",
     "count_lookups",
+    "each_batch",
     "features_of",
     "ids_by_table",
 ]
@@ -175,7 +176,7 @@ def count_lookups(
         total = len(batches) if isinstance(batches, Sized) else None
         number_of_batches = 0
         with progress("counting lookups", total, "batches", shown=show_progress) as advance:
-            for batch in batches:
+            for batch in each_batch(batches):
                 for table, ids, _ in ids_by_table(batch, features).tables:
                     check_range(table, ids, rows[table])
                     # In place: bincount() would make a tensor of all rows for each batch.
@@ -187,6 +188,19 @@ def count_lookups(
             found[name] = world.all_reduce(found[name])
         seen = int(world.all_reduce(torch.tensor([number_of_batches])))
     return LookupCounts(found, seen)
+
+
+def each_batch(batches: Iterable[Any]) -> Iterable[Any]:
+    """Return ``batches``.
+
+    Raises:
+        ValueError: they are one batch.
+    """
+    if isinstance(batches, Mapping) or hasattr(batches, "to_dict"):
+        raise ValueError(
+            f"Invalid batches of type {type(batches).__name__}: must be several: pass [batch]."
+        )
+    return batches
 
 
 class TableIds(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import world_group
-from dist_sparse.ids.counts import check_range, features_of, ids_by_table
+from dist_sparse.ids.counts import check_range, each_batch, features_of, ids_by_table
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import count, percent, printable, progress, table_lines
 
@@ -93,7 +93,7 @@ def share_of(
         rows = {data.name: data.shape[0] for data in located}
         places = {name: place for place, name in enumerate(kept)}
         with progress("counting lookups", None, "batches", shown=show_progress) as advance:
-            for batch in batches:
+            for batch in each_batch(batches):
                 found = ids_by_table(batch, features)
                 reads_zeros = torch.zeros(found.examples, dtype=torch.bool)
                 for table, ids, of_examples in found.tables:

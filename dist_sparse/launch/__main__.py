@@ -116,24 +116,27 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if {"-h", "--help"}.isdisjoint(args or ()):
-            self._refuse_unknown(args)
-        return super().parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        if {"-h", "--help"}.isdisjoint(words):
+            self._refuse_unknown(words)
+        return super().parse_known_args(words, namespace)
 
-    def _refuse_unknown(self, args: Any) -> None:
+    def _refuse_unknown(self, words: list[str]) -> None:
         """Refuse unknown words. argparse would report missing arguments first, and `--budgt 5%` is
         a missing `--budget` to it: this pass misses none."""
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False
-        _, unknown = super().parse_known_args(args)
+        try:
+            _, unknown = super().parse_known_args(words)
+        finally:
+            for action in required:
+                action.required = True
         # A subcommand refuses its own unknown words. argparse passes them up to the main parser,
         # whose error could only suggest the main parser's options.
         if unknown:
             hint = closest(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {unknown[0]}{hint}")
-        for action in required:
-            action.required = True
 
     # From Python 3.14 on, `suggest_on_error=True` does the same.
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -44,7 +44,9 @@ def torchrun(shown: str, words: list[str]) -> int:
     except ChildFailedError as error:
         number, failure = _first_failure(error.failures)
         text, trace = _describe(failure)
-        if shown and str(failure.local_rank) not in shown.split(","):
+        hidden = shown and str(failure.local_rank) not in shown.split(",")
+        # A script that exits has no traceback under `python` either.
+        if hidden and " with SystemExit: " not in text:
             print(trace, end="", file=sys.stderr)
         # A negative exit code is a signal, which shells report as 128 + n.
         code: int = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dist_sparse import checks
 from dist_sparse.groups import world_group
@@ -506,6 +506,10 @@ def _parse_shapes(tables: Any) -> tuple[TableShape, ...]:
         )
     parsed = []
     for name, shape in tables.items():
+        if isinstance(shape, Tensor):
+            raise ValueError(
+                f"Invalid shape of {name!r}: it is a tensor. Pass the module, not its state_dict()."
+            )
         try:
             rows, columns = shape
             rows = checks.integer("rows", rows, least=1)

@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from dist_sparse.checks import hex_of, refusing, sync_folder
 from dist_sparse.ids.row_index import REMOVED, RowIndex
 from dist_sparse.masking.masks import count_bits, unpack
+from dist_sparse.messages import names_text
 from dist_sparse.serving.encodings import Tensors, chunks
 from dist_sparse.serving.manifest import (
     PER_ROW,
@@ -170,7 +171,9 @@ def manifest_text(folder: Path) -> bytes:
     if folder.name.endswith(PARTIAL):
         raise ValueError(f"{folder} is an unfinished export: delete it, and export again.")
     if not file.is_file():
-        raise ValueError(f"{folder} holds no artifact: there is no {MANIFEST}.")
+        inside = sorted(found.parent.name for found in folder.glob(f"*/{MANIFEST}"))
+        hint = f" Folders inside have one: {names_text(inside, 4)}." if inside else ""
+        raise ValueError(f"{folder} is not the folder of an artifact: it has no {MANIFEST}.{hint}")
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{file} is refused: it has more than {_MOST_BYTES} bytes.")
     return file.read_bytes()
@@ -199,7 +202,10 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
             self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_EX)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError):
+                # The user knows the final name alone.
+                error.filename = str(self._path)
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 

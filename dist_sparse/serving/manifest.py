@@ -249,6 +249,10 @@ def _sealed(form: str, version: int, fields: dict[str, Any]) -> str:
 
 
 def _unsealed(text: str, form: str, version: int) -> dict[str, Any]:
+    other, what = _OTHERS[form]
+    # The format is the first entry.
+    if text.startswith(f'{{\n "format": "{other}"'):
+        raise ValueError(f"it is {what}: an artifact comes first, then its deltas in order")
     entries = unsealed(text, form, version)
     size = integer("bytes", entries["files"][TABLES]["bytes"], least=0)
     return {**entries, "bytes": size}
@@ -315,8 +319,8 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     return found
 
 
-def artifact_summary(manifest: Manifest, when: str = "on disk") -> str:
-    """Return a text table of the tables' bytes, and their total, which they take ``when``."""
+def artifact_summary(manifest: Manifest, where: str = f"in {TABLES}") -> str:
+    """Return a text table of the tables' bytes, and their total, which they take ``where``."""
     last = "books" if manifest.dtype == "codes" else "scales"
     head = ("table", "rows", "kept", "dim", "dtype", "served", "of dense", "index", last)
     rows, before = [], 0
@@ -328,7 +332,7 @@ def artifact_summary(manifest: Manifest, when: str = "on disk") -> str:
         parts = size(sizes.index), size(getattr(sizes, last))
         rows.append((name, *shape, table.dtype, *served, *parts))
     total = (
-        f"total: {size(manifest.bytes)} {when}, {percent(manifest.bytes / max(before, 1))} of"
+        f"total: {size(manifest.bytes)} {where}, {percent(manifest.bytes / max(before, 1))} of"
         f" {size(before)} dense"
     )
     if all(table.kept == table.rows for table in manifest.tables.values()):
@@ -345,6 +349,9 @@ def artifact_summary(manifest: Manifest, when: str = "on disk") -> str:
 
 _DELTA_FORMAT = "dist_sparse.serving.delta"
 _DELTA_VERSION = 3
+
+# By format, the other one and what it is: their folders are mistaken for each other.
+_OTHERS = {FORMAT: (_DELTA_FORMAT, "a delta"), _DELTA_FORMAT: (FORMAT, "an artifact")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -305,7 +305,8 @@ def registered_tables(
         if not is_same:
             raise ValueError(
                 f"The sparsifier's {name!r} is not one of the model's tables {sorted(tables)}, or"
-                " is another tensor: export the whole model that was sparsified."
+                " is another tensor: export the whole model that was sparsified. Register its"
+                " tables by add_model(model); add_data() has to use their names."
             )
     return registered
 
@@ -380,8 +381,9 @@ def check_zero(
             if revived.get(name):
                 raise ValueError(
                     f"Table {name!r} has {count(revived[name])} removed weights that are not zero:"
-                    " call sparsifier.apply_masks() before export(), or for plain data"
-                    " squash_mask()."
+                    " they were written after the removal. To keep them, call remove_untouched()"
+                    " again; to remove them, sparsifier.apply_masks(), or squash_mask() of data"
+                    " that add_data() registered."
                 )
 
 

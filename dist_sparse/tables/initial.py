@@ -108,7 +108,7 @@ def doubt_about(data: ShardedData) -> str | None:
     """Return why no values of a table's rows can prove that they were never trained; None if they
     can."""
     if data.drawn is None:
-        return "its initial values are not known to be uniform"
+        return "the initial values are not known to be uniform"
     if data.dtype != torch.float32:
         return f"{data.dtype} is too coarse to compare rows with their initial values"
     low, high = data.drawn

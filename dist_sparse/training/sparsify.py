@@ -558,7 +558,7 @@ def sparsifier_of(sparse: Any) -> BaseDataSparsifier:
     sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
     if not isinstance(sparsifier, BaseDataSparsifier):
         raise ValueError(
-            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, or"
-            " a sparsifier."
+            f"Invalid sparse of type {type(sparse).__name__}: must be what remove_untouched() or"
+            " sparsify() returned, or a sparsifier."
         )
     return sparsifier

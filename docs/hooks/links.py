@@ -20,7 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-__all__ = ["on_config", "on_files", "on_page_markdown"]
+__all__ = ["on_config", "on_files", "on_page_content", "on_page_markdown"]
 
 _FOLDER = "repository"
 # Pages that only links lead to: they are neither in the navigation nor in the search.
@@ -35,6 +35,7 @@ _SOURCE = {
 }
 _FENCE = re.compile(r"(^```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+_TO_PAGE = re.compile(r'href="\.\./docs/([\w/]+)\.md(?=[#"])')
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -100,6 +101,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         )
 
     return _each_link(markdown, moved)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point a notebook's links at pages of the site: its Markdown is converted elsewhere."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+
+    def moved(link: re.Match[str]) -> str:
+        if files.get_file_from_path(f"{link[1]}.md") is None:
+            return link[0]
+        return f'href="{link[1]}.html'
+
+    return _TO_PAGE.sub(moved, html)
 
 
 def _file(source: Path, uri: str, config: MkDocsConfig) -> File:

@@ -13,7 +13,9 @@ With restarts:   dist-sparse launch --nproc 2 --max-restarts 3 \\
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -150,6 +152,8 @@ def main(options: argparse.Namespace) -> None:
         best = recommended(read_run(run_dir))
         if best and best.path:
             say("Check and serve the recommended artifact:")
+            if shutil.which("dist-sparse") is None:  # make train does not activate its environment
+                say(f". {shlex.quote(os.path.relpath(sys.prefix))}/bin/activate")
             say(f"dist-sparse serve-check {shlex.quote(str(best.path))}")
             say(f"dist_sparse.load_served({str(best.path)!r})\n")
         say(f"The report, to open in a browser: {page.as_uri()}")

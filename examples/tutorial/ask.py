@@ -34,7 +34,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("address", help="as serve.py prints it")
-    address = parser.parse_args().address
+    address = parser.parse_args().address.rstrip("/")
+    if "://" not in address:
+        address = f"http://{address}"
+    refuse_silent(address)
     data = load(fetch())
     index = data.test[-TESTED:]
     logits: list[float] = []
@@ -52,6 +55,18 @@ def main() -> None:
     middle, slowest = sorted(seconds)[len(seconds) // 2], max(seconds)
     print(f"median {1000 * middle:.1f} ms, slowest {1000 * slowest:.1f} ms")
     print("\n".join(metrics_lines(address)))
+
+
+def refuse_silent(address: str) -> None:
+    """Refuse an address where no server answers.
+
+    Raises:
+        SystemExit: none answers there.
+    """
+    try:
+        urlopen(f"{address}/health").close()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{address} does not answer: {error}. Start serve.py first.") from None
 
 
 def predict(address: str, request: dict[str, Any]) -> dict[str, Any]:

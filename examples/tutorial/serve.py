@@ -57,7 +57,9 @@ class Model:
     def __init__(self, folder: Path) -> None:
         tables = sorted(folder.glob("*/tables"))
         if not tables:
-            raise SystemExit(f"{folder} holds no version: run publish.py first.")
+            raise SystemExit(
+                f"{folder} holds no version: run publish.py, and pass FOLDER/published."
+            )
         self._folder, self._lock = folder, threading.Lock()
         # Not all at once: if a delta is damaged, the versions before it are served.
         self.tables = load_served(tables[0], count=True)
@@ -180,13 +182,19 @@ class Requests(BaseHTTPRequestHandler):
             self._send(404, {"error": f"no such page: {self.path}"})
 
     def do_POST(self) -> None:
+        if self.path != "/predict":
+            self._send(404, {"error": f"no such page: {self.path}"})
+            return
         try:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             tensors = self._model.read(request["dense"], request["ids"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             self._send(400, {"error": f"{type(error).__name__}: {error}"})
             return
-        self._send(200, self._model.answer(*tensors))
+        answer = self._model.answer(*tensors)
+        # Before the client has the answer: the metrics that it reads next have counted it.
+        self._counters.note(self._worker, self._model)
+        self._send(200, answer)
 
     def _send(self, status: int, answer: Any) -> None:
         body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
@@ -204,6 +212,7 @@ class Requests(BaseHTTPRequestHandler):
 
 def work(worker: int, model: Model, counters: Counters, address: tuple[str, int]) -> None:
     """Answer requests, until this process or its parent is ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the parent ends its workers
     parent = multiprocessing.parent_process()
     assert parent is not None
     model.warm_up()
@@ -237,6 +246,24 @@ def tried(model: Model) -> tuple[bool, str]:
         return False, str(error)
 
 
+def refuse_taken(host: str, port: int) -> None:
+    """Refuse a port on which something listens. The workers share theirs, so they would share it
+    with another server like this one too.
+
+    Raises:
+        SystemExit: it is taken, or the address is wrong.
+    """
+    with socket.socket() as probe:
+        # Connections that have ended do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise SystemExit(
+                f"Can't listen on {host}:{port}: {error}. Pass another --port."
+            ) from None
+
+
 def _say(text: str) -> None:
     print(text, flush=True)
 
@@ -254,6 +281,7 @@ def main() -> None:
     if options.workers < 1:
         parser.error("--workers: must be at least 1")
 
+    refuse_taken(options.host, options.port)
     # One thread in each process: a fork copies no thread, and OpenMP would wait for its own.
     torch.set_num_threads(1)
     model = Model(options.folder)
@@ -261,7 +289,8 @@ def main() -> None:
         pass  # the deltas that are there already; a worker says which is refused
     counters = Counters(options.workers, list(model.tables.metrics()["lookups_total"]))
     _say(str(model.tables))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # ends the workers too
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, lambda *_: sys.exit(0))  # ends the workers too
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind((options.host, options.port))

@@ -18,6 +18,7 @@ from dist_sparse import count_lookups
 from dist_sparse.cli import doctor
 from dist_sparse.cli.doctor import Diagnosis
 from dist_sparse.cli.main import main, parser
+from dist_sparse.launch.__main__ import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,11 +34,17 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.split("\n")[2] == purpose
 
 
-@pytest.mark.parametrize("words", [[], ["help"]])
-def test_alone_it_prints_its_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 0
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("usage: dist-sparse") and "examples:" in said.out and not said.err
+
+
+def test_alone_it_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the help as its error: a script whose COMMAND is empty must not succeed."""
+    assert main([]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("usage: dist-sparse") and "examples:" in said.err and not said.out
 
 
 @pytest.mark.parametrize(
@@ -49,7 +56,7 @@ def test_alone_it_prints_its_help(words: list[str], capsys: pytest.CaptureFixtur
         ),
         (["docotr"], "; did you mean doctor?"),
         (
-            ["plan", "no.py:f", "--budget", "3%", "--rotat", "a"],
+            ["plan", "no:f", "--budget", "3%", "--rotat", "a"],
             "plan: error: unrecognized arguments: --rotat",
         ),
         (
@@ -70,14 +77,23 @@ def test_alone_it_prints_its_help(words: list[str], capsys: pytest.CaptureFixtur
         (["merge", "nothere", "--out", "x"], "argument ARTIFACT: 'nothere' does not exist."),
         (["launch", "nothere"], "error: Invalid SCRIPT='nothere': there is no such file."),
         (["launch", "--nprocs=2", "a.py"], "arguments: --nprocs=2; did you mean --nproc?"),
-        (["plan", "f.py:f", "--budget", "80"], "No table fits in 80 bytes. Did you mean 80%?"),
+        (["plan", "f:f", "--budget", "80"], "No table fits in 80 bytes. Did you mean 80%?"),
         (
-            ["plan", "f.py:f", "--budget", "-5%"],
+            ["plan", "f:f", "--budget", "-5%"],
             "argument --budget: Invalid budget='-5%': must be bytes (an int >= 0), a fraction",
         ),
-        (["plan", "f.py:f", "--budget"], "argument --budget: expected one argument\n"),
+        (["plan", "f:f", "--budget"], "argument --budget: expected one argument\n"),
+        (["plan", "f:f"], "plan: error: the following arguments are required: --budget\n"),
+        (["plan", "f.py:f"], "argument FUNCTION: there is no file 'f.py'."),
         (
-            ["plan", "f.py:f", "--budgt", "5%"],
+            ["plan", "f.py"],
+            "argument FUNCTION: 'f.py' must be package.module:function or file.py:function.",
+        ),
+        (["plan", "f:f", "--batches", "f.py:f"], "argument --batches: there is no file 'f.py'."),
+        (["frontier", "f.py:f"], "frontier: error: argument FUNCTION: there is no file 'f.py'."),
+        (["--budget", "5%", "plan", "f:f"], "error: unrecognized arguments: --budget\n"),
+        (
+            ["plan", "f:f", "--budgt", "5%"],
             "plan: error: unrecognized arguments: --budgt; did you mean --budget?",
         ),
         (["merge", "--oot=x"], "unrecognized arguments: --oot=x; did you mean --out?"),
@@ -141,12 +157,12 @@ WRONG = [
     ["--no-such-option"],
     ["serve-check"],
     ["doctor", "more"],
-    ["plan", "file.py:function"],
-    ["plan", "file.py:function", "--budget", "5 apples"],
-    ["plan", "file.py:function", "--budget", "101%"],
-    ["plan", "file.py:function", "--budget", "9" * 400 + "TiB"],
+    ["plan", "file:function"],
+    ["plan", "file:function", "--budget", "5 apples"],
+    ["plan", "file:function", "--budget", "101%"],
+    ["plan", "file:function", "--budget", "9" * 400 + "TiB"],
     ["selftest", "--nproc", "0"],
-    ["plan", "file.py:function", "--budget", "1%", "--metric", "auc"],
+    ["plan", "file:function", "--budget", "1%", "--metric", "auc"],
 ]
 
 
@@ -349,12 +365,10 @@ def test_a_failure_is_one_sentence_and_1(
         ),
         ("{model}:parsing", "it failed at model_of_test_cli.py:30 with SystemExit: 2"),
         ("{model}:brokne", "has no function 'brokne'; did you mean broken?"),
-        ("{model}x.py:one", "there is no such file."),
         (
             "no_such_module.at_all:one",
             "it failed with ModuleNotFoundError: No module named 'no_such_module'",
         ),
-        ("one", "must be package.module:function or file.py:function."),
         ("json:dumps", "missing a required argument: 'obj'; must take no arguments."),
         ("json:JSONEncoder", "returned JSONEncoder; must return "),
         ("{folder}/typo.py:one", "it failed with SyntaxError: "),
@@ -450,6 +464,24 @@ def test_doctor_as_a_module(tmp_path: Path) -> None:
     assert not gloo["ok"] and not said["can_train"]
     assert "none0" in gloo["says"] and gloo["fix"] == "export GLOO_SOCKET_IFNAME=lo"
     assert done.returncode == 1, done.stderr
+
+
+def test_a_parser_reads_the_words_of_the_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tools call it. Its help shows which options are required, also after it has refused a
+    word."""
+    words = Parser(prog="it")
+    words.add_argument("--budget", required=True)
+    monkeypatch.setattr(sys, "argv", ["it", "--help"])
+    with pytest.raises(SystemExit) as leaving:
+        words.parse_args()
+    assert leaving.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: it [-h] --budget BUDGET\n")
+    for given, message in ((["--bogus"], "unrecognized arguments"), ([], "are required: --budget")):
+        with pytest.raises(SystemExit):
+            words.parse_args(given)
+        assert message in capsys.readouterr().err
 
 
 def test_completion_finds_the_commands() -> None:

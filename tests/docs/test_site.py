@@ -148,6 +148,13 @@ class TestSite:
         shown = (copy / "site" / "repository" / "examples" / "quickstart.py.html").read_text()
         assert "init_process_group" in shown
 
+    def test_no_link_leads_to_markdown(self, copy: Path) -> None:
+        """MkDocs does not convert a notebook's links."""
+        for page in (copy / "site").rglob("*.html"):
+            links = re.findall(r'href="((?!https?:)[^"]*\.md)["#]', page.read_text())
+            assert not links, page
+        assert 'href="schedules.html' in (copy / "site" / "notebook.html").read_text()
+
     def test_what_two_spaces_indent_belongs_to_the_list(self, copy: Path) -> None:
         page = (copy / "site" / "repository" / "docs" / "dev" / "log.html").read_text()
         assert re.search(r"<li>(?:(?!</li>).)*<table>", page, re.DOTALL)

@@ -572,6 +572,11 @@ class TestRuns:
         check(first, 0.8, 1, DIM)
         [artifact] = re.findall(r"^dist-sparse serve-check (\S+)$", first.text, re.MULTILINE)
         assert command(["serve-check", str(tmp_path / artifact)]) == 0
+        activate = re.findall(r"^\. (\S+)/bin/activate\ndist-sparse", first.text, re.MULTILINE)
+        if shutil.which("dist-sparse"):
+            assert not activate
+        else:
+            assert (tmp_path / activate[0]).resolve() == Path(sys.prefix).resolve()
         assert first.tables == again.tables and first.artifacts == again.artifacts
         assert again.runs["dense"]["ms/step"] == "-", "no step was left"
         for run in first.runs.values():

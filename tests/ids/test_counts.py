@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torchrec import KeyedJaggedTensor
 
 import dist_sparse
 from dist_sparse import LookupCounts, count_lookups, remove_untouched
@@ -77,3 +79,20 @@ def test_counts_of_another_type_or_shape_are_refused(counts: torch.Tensor) -> No
     """Counts of 32 bits could be saved, and not be loaded."""
     with pytest.raises(ValueError, match=r"Table 'weight': lookup counts are .* must be int64"):
         LookupCounts({"weight": counts}, batches=1)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", [dict, KeyedJaggedTensor])
+def test_one_batch_in_the_place_of_several_is_refused(kind: type) -> None:
+    batch: Any = {"weight": torch.tensor([1])}
+    if kind is KeyedJaggedTensor:
+        batch = KeyedJaggedTensor(["weight"], torch.tensor([1]), lengths=torch.tensor([1]))
+    model = nn.EmbeddingBag(ROWS, 8)
+    message = rf"Invalid batches of type {kind.__name__}: must be several: pass \[batch\]\."
+    with pytest.raises(ValueError, match=message):
+        count_lookups(batch, model)
+    removed = remove_untouched(
+        model, record={"weight": torch.ones(ROWS, dtype=torch.int64)}, trust_record=True
+    )
+    with pytest.raises(ValueError, match=message):
+        removed.share(batch)

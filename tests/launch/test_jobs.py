@@ -241,6 +241,18 @@ def test_one_shown_rank_writes_to_the_terminal(
 
 
 @pytest.mark.slow
+def test_a_hidden_rank_that_exits_has_no_traceback(tmp_path: Path) -> None:
+    """As under `python`: argparse exits after a wrong option, which the shown rank reports too."""
+    words = ["--nproc", "2", "--ranks", "0"]
+    with job(
+        tmp_path, [*words, script(tmp_path, "if rank == 1: sys.exit(2)\ntime.sleep(60)\n")]
+    ) as running:
+        status, _, err = finish(running)
+    assert status == 2 and "Traceback" not in err
+    assert err.splitlines()[-1].endswith("with SystemExit: 2 (exit code 2)")
+
+
+@pytest.mark.slow
 def test_only_shown_ranks_are_printed(tmp_path: Path) -> None:
     words = [
         "--nproc",

@@ -188,14 +188,14 @@ def test_the_steps_that_a_record_covers_and_what_shows_that_it_covers_the_traini
     model, optimizer = trained(torch.optim.Adagrad)
     text = " ".join(str(plan(model, "10%", optimizer=optimizer)).split())
     assert "Record of cross: the optimizer's state, 2 steps." in text
-    assert "Nothing shows that the record covers the training of cross: its initial values" in text
+    assert "Nothing shows that the record covers the training of cross: the initial values" in text
     assert (
         "# trust_record: you say that the record covers the whole training removed ="
         " ds.remove_untouched( model, optimizer, include=['cross'], trust_record=True, )"
     ) in text
     said = json.loads(json.dumps(plan(model, "10%", optimizer=optimizer).to_json()))
     assert said["records"] == {"cross": "the optimizer's state, 2 steps"}
-    assert said["doubts"]["cross"] == "its initial values are not known to be uniform"
+    assert said["doubts"]["cross"] == "the initial values are not known to be uniform"
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -311,7 +311,7 @@ def test_traffic_that_is_not_known() -> None:
     assert answer.untouched == plan(model, "9%").untouched == {}
     assert "Never read" not in str(answer)
     assert "\nUnknown of user, cross: SGD keeps no state that tells.\n" in str(answer)
-    assert "\nUnknown of user, cross: no optimizer that was given steps it.\n" in str(
+    assert "\nUnknown of user, cross: no optimizer was passed that steps it.\n" in str(
         plan(model, "9%")
     )
 
@@ -601,6 +601,10 @@ def test_tables_of_a_model() -> None:
         ({"record": {"user": torch.ones(9).int()}}, "they are for models"),
         ({"model": {"user": 9}}, r"Invalid shape 9 of 'user'"),
         ({"model": {}}, "must be a module, or shapes by table"),
+        (
+            {"model": nn.EmbeddingBag(9, 8).state_dict()},
+            r"Invalid shape of 'weight': it is a tensor. Pass the module, not its state_dict\(\)",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused(how: dict[str, Any], message: str) -> None:

@@ -171,7 +171,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (stranger, "another base"),
         (cut, "damaged"),
         (flipped, "damaged"),
-        (base, "refused"),
+        (base, "it is an artifact: an artifact comes first, then its deltas in order"),
     ]:
         with pytest.raises(ValueError, match=why):
             served.apply_delta(delta)
@@ -182,7 +182,8 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="out of order"):
         served.apply_delta(first)
     assert main(["serve-check", str(base), str(second)]) == 1
-    capsys.readouterr()
+    assert main(["serve-check", str(first), str(base)]) == 1
+    assert "is refused: it is a delta: " in " ".join(capsys.readouterr().err.split())
     assert main(["serve-check", *map(str, days.folders)]) == 0
     takes = re.findall(r"^(?:delta|total): .*?(on disk|once merged)", capsys.readouterr().out, re.M)
     assert takes == ["on disk", "on disk", "once merged"]

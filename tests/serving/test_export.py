@@ -3,6 +3,7 @@ written."""
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import subprocess
@@ -181,7 +182,8 @@ def test_plain_data(tmp_path: Path) -> None:
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 12))
     sparsifier.add_data("user", model["user"])
     sparsifier.step()
-    with pytest.raises(ValueError, match=r"'user' has .* removed weights that are not zero"):
+    message = r"'user' has .* removed weights that are not zero.* call remove_untouched\(\) again.*"
+    with pytest.raises(ValueError, match=message + r"squash_mask\(\) of data that add_data\(\)"):
         export(model, sparsifier, tmp_path / "served")
     sparsifier.squash_mask()
     assert export(model, sparsifier, tmp_path / "served").manifest.tables["user"].kept == 500
@@ -195,7 +197,9 @@ def test_tables_of_another_name_are_refused(tmp_path: Path) -> None:
     part.add_model(model["user"])
     data.add_data("user_emb", model["user"])
     for sparsifier in (part, data):
-        with pytest.raises(ValueError, match="export the whole model that was sparsified"):
+        with pytest.raises(
+            ValueError, match=r"whole model that was sparsified\. .*by add_model\(model\)"
+        ):
             export(model, sparsifier, tmp_path / "served")
 
 
@@ -294,7 +298,7 @@ def refused(path: Path) -> dict[str, tuple[str, Callable[[], object]]]:
 
     return {
         "dtype": (r"Invalid dtype='int16'.*Did you mean 'int8'", lambda: export(model, sparsifier, served, "int16")),
-        "sparse": ("Invalid sparse of type dict", lambda: export(model, {}, served)),
+        "sparse": (r"Invalid sparse of type dict: must be what remove_untouched\(\) or", lambda: export(model, {}, served)),
         "model": ("torch.nn.Module", lambda: export(sparsifier, sparsifier, served)),
         "no tables": ("holds no tables", lambda: export(nn.Linear(3, 3), None, served)),
         "integers": ("'0'.*torch.int8", lambda: single(nn.Embedding(3, 3, _weight=codes, _freeze=True))),
@@ -335,6 +339,15 @@ def test_missing_parent_folders_are_made(tmp_path: Path) -> None:
     ]
 
 
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """Not the temporary name beside it."""
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "served"
+    with pytest.raises(NotADirectoryError) as refused:
+        export(model_of(), None, path)
+    assert str(refused.value) == f"[Errno {errno.ENOTDIR}] Not a directory: '{path}'"
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     model = model_of()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -354,7 +367,8 @@ def test_what_it_says(tmp_path: Path) -> None:
     assert repr(exported) == str(exported)
     shown = str(exported).splitlines()
     assert shown[0] == str(tmp_path / "served")
-    assert "on disk" in shown[-1]
+    # The manifest is on disk too.
+    assert shown[-1].startswith("total: ") and " in tables.safetensors, " in shown[-1]
 
 
 def test_serve_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,7 +391,8 @@ def test_serve_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         file.write(b"\xff")
     for path, message in (
         (tmp_path / "served", "tables.safetensors is damaged"),
-        (tmp_path, "there is no manifest.json"),
+        (tmp_path, "it has no manifest.json. Folders inside have one: served, whole."),
+        (tmp_path / "served" / "manifest.json", "manifest.json is not the folder of an artifact"),
     ):
         assert main(["serve-check", str(path)]) == 1
         captured = capsys.readouterr()

@@ -263,7 +263,8 @@ class RunLog:
         """Return the folder and the tables of the model, or of the sparsifier alone."""
         state = "closed" if self._closed else "open"
         head = f"RunLog({printable(str(self.folder))}, {state}"
-        return "\n".join([head, *self._shown, f"  last step: {self._last_step}", ")"])
+        last = "none" if self._last_step < 0 else self._last_step
+        return "\n".join([head, *self._shown, f"  last step: {last}", ")"])
 
     def __enter__(self) -> RunLog:
         return self

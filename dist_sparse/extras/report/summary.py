@@ -10,6 +10,7 @@ the text of ``dist-sparse report`` and ``dist-sparse inspect``.
 
 import dataclasses
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter, itemgetter
@@ -426,8 +427,14 @@ def _good(seeds: Sequence[tuple[Run, ArtifactBytes]], goals: Sequence[float], ru
         zeros=_mean_zeros(runs, run),
         run=one,
         name=artifact.name,
-        path=one.folder / artifact.path if artifact.path else None,
+        path=_lasting(one.folder) / artifact.path if artifact.path else None,
     )
+
+
+def _lasting(folder: Path) -> Path:
+    """Return the folder without links such as runs/latest, which the next run moves."""
+    real = folder.resolve()
+    return real if folder.is_absolute() else Path(os.path.relpath(real))
 
 
 def _preferred(good: Collection[Good]) -> Good:

@@ -289,7 +289,9 @@ def test_what_needs_no_second_training_comes_first(tmp_path: Path) -> None:
     assert recommended(run.compared["dense"]) is None
 
 
-def test_the_page_begins_with_the_artifact_to_serve(tmp_path: Path) -> None:
+def test_the_page_begins_with_the_artifact_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its cards, the commands with its path, and its tables; the first run follows in detail."""
     log(tmp_path / "run", level=0.9, auc=0.74, name="pruned")
     log(tmp_path / "run" / "dense", auc=0.75)
@@ -314,6 +316,13 @@ def test_the_page_begins_with_the_artifact_to_serve(tmp_path: Path) -> None:
     said = html.unescape(text)
     assert f"dist-sparse serve-check {shlex.quote(place)}<" in said
     assert f"dist_sparse.load_served({place!r})<" in said
+    # A link such as runs/latest leads elsewhere after the next run.
+    (tmp_path / "latest").symlink_to("moved")
+    linked = recommended(read_run(tmp_path / "latest"))
+    assert linked is not None and str(linked.path) == place
+    monkeypatch.chdir(tmp_path)
+    linked = recommended(read_run(Path("latest")))
+    assert linked is not None and str(linked.path) == "moved/touched/it's int4"
     assert text.index("<h2>touched</h2>") < text.index("<h2>pruned</h2>")
     shown = {chart.key: chart.of for chart in figures if chart.bars}
     assert shown == {"served_bytes": "touched", "bytes": "pruned"}

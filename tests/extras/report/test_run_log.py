@@ -486,4 +486,4 @@ def test_it_shows_the_tables(tmp_path: Path) -> None:
         assert repr(log).splitlines()[1:-1] == [user, day, "  last step: 3"]
     assert repr(log).startswith(f"RunLog({tmp_path / 'a'}, closed\n")
     with RunLog(tmp_path / "b", sparsifier) as log:
-        assert repr(log).splitlines()[1:-1] == [user, "  last step: -1"]
+        assert repr(log).splitlines()[1:-1] == [user, "  last step: none"]
