@@ -19,7 +19,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-__all__ = ["Compiled", "Counts", "compiled", "counts_of", "kernels_of_rows", "kernels_of_updates"]
+__all__ = [
+    "Compiled",
+    "Counts",
+    "compiled",
+    "counts_of",
+    "kernels_of_codes",
+    "kernels_of_rows",
+    "kernels_of_updates",
+]
 
 
 class Compiled(NamedTuple):
@@ -166,6 +174,23 @@ def kernels_of_rows() -> dict[str, Compiled]:
     return found
 
 
+def kernels_of_codes() -> dict[str, Compiled]:
+    """The kernels of codes: assign them, and sum rows by them."""
+    from dist_sparse.extras.device.code_kernels import assign_kernel, sum_kernel
+
+    rows = {"rows": "*fp32", "count": "i32", "row_stride": "i32", "col_stride": "i32"}
+    assigns = {"groups": "i32", "width": "i32", "scales": "*fp64", "constant": "*fp64"}
+    assigns |= {"linear": "*fp64", "out": "*u8", "out_stride": "i32"}
+    sums = {"columns": "i32", "width": "i32", "scales": "*fp64", "codes": "*u8"}
+    sums |= {"code_stride": "i32", "sums": "*i64"}
+    return {
+        "assign codes": Compiled(assign_kernel, rows | assigns, {"MOST": 2.0**20, "ROWS": 32}),
+        "sum by code": Compiled(
+            sum_kernel, rows | sums, {"MOST": 2.0**20, "ROWS": 16, "COLS": 32}
+        ),
+    }
+
+
 def compiled(one: Compiled, capability: int) -> Any:
     """Return a kernel compiled by Triton for GPUs of a compute capability."""
     import triton
@@ -255,7 +280,7 @@ def _jumps(instructions: list[str], labels: Mapping[str, int]) -> Iterator[tuple
 
 
 def main(capability: int) -> None:
-    known = {**kernels_of_updates(), **kernels_of_rows()}
+    known = {**kernels_of_updates(), **kernels_of_rows(), **kernels_of_codes()}
     found = {name: counts_of(compiled(one, capability)) for name, one in known.items()}
     print(json.dumps(found))
 
