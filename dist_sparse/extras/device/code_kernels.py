@@ -27,8 +27,8 @@ _COLS = 32
 # Kernels can read a global only if it is a constexpr.
 _ENTRIES = tl.constexpr(ENTRIES)
 
-# Adding it to a float64 below 2**51 leaves no bits for a fraction: the sum is rounded to an integer,
-# half to even, as torch.round() rounds.
+# Adding it to a float64 below 2**51 leaves no bits for a fraction: the sum is rounded to an
+# integer, half to even, as torch.round() rounds.
 _ROUNDS = tl.constexpr(1.5 * 2.0**52)
 
 
@@ -69,8 +69,8 @@ def assign_codes(
 
 
 def sum_by_code(rows: Tensor, codes: Tensor, scales: Tensor, most: float, sums: Tensor) -> None:
-    """Add the integers of rows to the sums of their entries, and 1 to the last column of each, apart
-    from entries 0.
+    """Add the integers of rows to the sums of their entries, and 1 for each row in the last column.
+    Entries 0 are left out.
 
     Args:
         rows, scales, most: as in :func:`assign_codes`.

@@ -185,9 +185,7 @@ def kernels_of_codes() -> dict[str, Compiled]:
     sums |= {"code_stride": "i32", "sums": "*i64"}
     return {
         "assign codes": Compiled(assign_kernel, rows | assigns, {"MOST": 2.0**20, "ROWS": 32}),
-        "sum by code": Compiled(
-            sum_kernel, rows | sums, {"MOST": 2.0**20, "ROWS": 16, "COLS": 32}
-        ),
+        "sum by code": Compiled(sum_kernel, rows | sums, {"MOST": 2.0**20, "ROWS": 16, "COLS": 32}),
     }
 
 
