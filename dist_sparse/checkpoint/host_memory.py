@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
+from collections import Counter
 from pathlib import Path
 
 from dist_sparse.groups import Group
@@ -28,26 +29,23 @@ _CONTROLS = (
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Return how many bytes this process may still take: what the machine has available, and what
-    the process's control groups leave of their limits. Where Linux tells neither, ``sys.maxsize``.
+    the process's control groups leave of their limits. Where Linux tells neither, more than any
+    machine has.
 
     Args:
         root: where ``proc`` and ``sys`` are.
     """
-    left = [sys.maxsize]
-    machine = re.search(r"MemAvailable: +(\d+) kB", _text(root / "proc/meminfo"))
-    if machine:
-        left.append(1024 * int(machine[1]))
-    for path, top, limit_file, used_file, cache in _CONTROLS:
-        own = re.search(path, _text(root / "proc/self/cgroup"), re.MULTILINE)
-        folder = root / top / (own[1] if own else "")
+    available = _found(root / "proc/meminfo", r"MemAvailable: +(\d+) kB", str(sys.maxsize))
+    left = [1024 * int(available)]
+    for path, top, limit, used, cached in _CONTROLS:
+        own = root / top / _found(root / "proc/self/cgroup", path, "")
         # The limits of the groups around it apply too. In a container, its own path may be one of
         # the machine's, which does not exist there.
-        for group in (folder, *folder.parents):
-            limit, used = _text(group / limit_file).strip(), _text(group / used_file).strip()
-            if limit.isdecimal() and used.isdecimal():
-                stat = _text(group / "memory.stat")
-                cached = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
-                left.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
+        for group in (own, *own.parents):
+            # "max" is no number: there is no limit.
+            most = int(_found(group / limit, r"^(\d+)$", str(sys.maxsize)))
+            makes_room = int(_found(group / "memory.stat", rf"^{cached} (\d+)$", "0"))
+            left.append(most - int(_found(group / used, r"^(\d+)$", "0")) + makes_room)
     return min(left)
 
 
@@ -65,22 +63,27 @@ def refuse_without_memory(action: str, remedy: str, nbytes: int, group: Group) -
         ValueError: on every rank.
     """
     # Containers of several machines may have one name.
-    machine = f"{socket.gethostname()} {_text(Path('/proc/sys/kernel/random/boot_id'))}"
+    machine = (
+        f"{socket.gethostname()} {_found(Path('/proc/sys/kernel/random/boot_id'), '(.*)', '')}"
+    )
     told = group.all_gather_json([machine, nbytes, available_bytes()])
-    for name in dict.fromkeys(machine for machine, _, _ in told):
-        ranks = [rank for rank, (machine, _, _) in enumerate(told) if machine == name]
-        needed = sum(told[rank][1] for rank in ranks)
-        left = min(told[rank][2] for rank in ranks)
-        if needed > left:
+    needed: Counter[str] = Counter()
+    for name, to_copy, _ in told:
+        needed[name] += to_copy
+    for name, _, left in told:
+        if needed[name] > left:
+            ranks = [rank for rank, (other, *_) in enumerate(told) if other == name]
             raise ValueError(
                 f"{action} was refused on every rank, nothing was changed. {ranks_text(ranks)}:"
-                f" copies of {size(needed)} do not fit into the {size(left)} of memory that their"
-                f" machine has left. {remedy}"
+                f" copies of {size(needed[name])} do not fit into the {size(left)} of memory that"
+                f" their machine has left. {remedy}"
             )
 
 
-def _text(path: Path) -> str:
+def _found(file: Path, pattern: str, otherwise: str) -> str:
+    """Return what the group of a pattern matches in a file."""
     try:
-        return path.read_text()
+        match = re.search(pattern, file.read_text(), re.MULTILINE)
     except OSError:
-        return ""
+        return otherwise
+    return match[1] if match else otherwise

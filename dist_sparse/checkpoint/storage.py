@@ -546,9 +546,7 @@ def copied_bytes(tensors: Mapping[str, Tensor]) -> int:
         if isinstance(tensor, ShardedTensor):
             parts = [shard.tensor for shard in tensor.local_shards()]
         elif isinstance(tensor, ChunkedTensor):
-            parts = [chunk for _, chunk in tensor.writes]
-        elif hasattr(tensor, "to_local"):
-            parts = [tensor.to_local()]
+            parts = [*tensor.pieces().values()]
         total += sum(part.nbytes for part in parts)
     return total
 
