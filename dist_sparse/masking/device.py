@@ -131,6 +131,7 @@ class Kernels(NamedTuple):
         TritonLookups: reads or counts the rows that ids name, in one launch for all features.
         assign_codes: assigns the entries of books to the rows of a shard, in one launch.
         sum_by_code: sums the rows of each entry, in one launch.
+        decode_lookups: looks decoded rows up, in one launch for all features.
     """
 
     FlatScores: Any
@@ -140,6 +141,7 @@ class Kernels(NamedTuple):
     TritonLookups: Any
     assign_codes: Any
     sum_by_code: Any
+    decode_lookups: Any
 
 
 def kernels_on(device: torch.device) -> Kernels | None:

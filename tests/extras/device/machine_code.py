@@ -175,18 +175,30 @@ def kernels_of_rows() -> dict[str, Compiled]:
 
 
 def kernels_of_codes() -> dict[str, Compiled]:
-    """The kernels of codes: assign them, and sum rows by them."""
-    from dist_sparse.extras.device.code_kernels import assign_kernel, sum_kernel
+    """The kernels of codes: assign them, sum rows by them, look rows up."""
+    from dist_sparse.extras.device.code_kernels import assign_kernel, decode_kernel, sum_kernel
 
     rows = {"rows": "*fp32", "count": "i32", "row_stride": "i32", "col_stride": "i32"}
     assigns = {"groups": "i32", "width": "i32", "scales": "*fp64", "constant": "*fp64"}
     assigns |= {"linear": "*fp64", "out": "*u8", "out_stride": "i32"}
     sums = {"columns": "i32", "width": "i32", "scales": "*fp64", "codes": "*u8"}
     sums |= {"code_stride": "i32", "sums": "*i64"}
-    return {
+    found = {
         "assign codes": Compiled(assign_kernel, rows | assigns, {"MOST": 2.0**20, "ROWS": 32}),
         "sum by code": Compiled(sum_kernel, rows | sums, {"MOST": 2.0**20, "ROWS": 16, "COLS": 32}),
     }
+    looks_up = {"ids": "*i64", "count": "i32", "offsets": "*i64", "bags": "i32"}
+    looks_up |= {"weights": "*fp32", "table": "*i64", "features": "i32", "widest": "i32"}
+    looks_up |= {"out": "*fp32", "out_stride": "i32"}
+    for name, pooled, mean, weighted in (
+        ("decode sums", True, False, False),
+        ("decode weighted means", True, True, True),
+        ("decode sequences", False, False, False),
+    ):
+        constants = {"STEPS": 5, "POOLED": pooled, "MEAN": mean, "WEIGHTED": weighted}
+        constants |= {"BAGS": 8, "COLS": 32}
+        found[name] = Compiled(decode_kernel, looks_up, constants)
+    return found
 
 
 def compiled(one: Compiled, capability: int) -> Any:

@@ -217,6 +217,20 @@ def test_a_check_reports_what_is_broken(monkeypatch: Patch, name: str) -> None:
         selftest.CHECKS[name](torch.device("cpu"), SIZES)
 
 
+@pytest.mark.slow
+def test_decoded_lookups_are_compared_too(monkeypatch: Patch) -> None:
+    hooks = pytest.importorskip("dist_sparse.extras.codes.decoding").DecodingHooks
+    entries_of = hooks.entries_of
+
+    def twice_as_large(these: Any, books: Any) -> Any:
+        """Of the sharded model alone."""
+        return [each * (1 + ("coded" in books)) for each in entries_of(these, books)]
+
+    monkeypatch.setattr(hooks, "entries_of", twice_as_large)
+    with pytest.raises(trials.Difference, match="decoded lookups differ"):
+        selftest.CHECKS["codes"](torch.device("cpu"), SIZES)
+
+
 STAND_INS = {"TrainPipelineFusedSparseDist": has_streams, "fused_uvm_caching": has_a_cache}
 
 

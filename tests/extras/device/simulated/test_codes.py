@@ -1,5 +1,5 @@
-"""Books and codes on the device are the CPU's, in launches that grow neither with rows nor with
-groups of columns."""
+"""Books, codes and lookups on the device are the CPU's, in launches that grow neither with rows,
+nor with groups of columns, nor with features."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dist_sparse.groups import world_group
 from dist_sparse.masking import device as devices
@@ -18,6 +19,7 @@ from tests.extras.device.simulated.fake import counting, cuda, inner
 from tests.extras.device.simulated.runs import on_device
 
 learning = pytest.importorskip("dist_sparse.extras.codes.learning")
+decoding = pytest.importorskip("dist_sparse.extras.codes.decoding")
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -138,3 +140,73 @@ def test_torch_takes_a_chunk_at_a_time_without_kernels() -> None:
         assert (four - two) / 2 == two - one <= 8 + 2 * groups
     # Converted once each, in any number of chunks.
     assert launches[2][0] - launches[6][0] == 2 * (2 - 6)
+
+
+# Columns and groups of tables; None has no codes.
+TABLES: list[tuple[int, int | None]] = [(6, 2), (8, None), (40, 5), (8, 8), (33, 11)]
+
+
+def coded_shards(tables: Any, put: Any) -> list[tuple[Any, int]]:
+    """A shard of each table with codes, on the CPU or the device, with the same codes and books."""
+    random = torch.Generator().manual_seed(0)
+    shards: list[tuple[Any, int]] = []
+    for columns, groups in tables:
+        if groups is None:
+            shards.append((None, columns))
+            continue
+        rows, width = 20 + columns, columns // groups
+        weight = put(torch.zeros(rows, columns))
+        shard = decoding.CodedShard("t", Rect(0, 0, rows, columns), weight, width)
+        codes = torch.randint(256, (rows, groups), generator=random, dtype=torch.uint8)
+        inner(shard.codes).copy_(codes)
+        shard.entries = put(torch.randn(groups * 256, width, generator=random))
+        shards.append((shard, columns))
+    return shards
+
+
+def looked_up(
+    tables: Any, pooling: str, weights: torch.dtype | None, put: Any, bags: int = 7
+) -> tuple[Tensor, Spent]:
+    """The decoded output of a lookup with empty and long bags, and ids out of range."""
+    random = torch.Generator().manual_seed(1)
+    lengths = torch.randint(0, 4, (len(tables) * bags,), generator=random)
+    lengths[3] = 50
+    ids = torch.randint(-1, 60, (int(lengths.sum()),), generator=random)
+    factors = None
+    if weights is not None:
+        # Of a power of two, products are exact: the interpreter rounds what a GPU and a CPU do not.
+        factors = put((1 << torch.randint(0, 4, ids.shape, generator=random)).to(weights))
+    total = sum(columns for columns, _ in tables)
+    shape = (len(ids), tables[0][0]) if pooling == "none" else (bags, total)
+    floats = torch.randn(shape, generator=random)
+    keys = [f"f{number}" for number in range(len(tables))]
+    with on_device():
+        shards = coded_shards(tables, put)
+        batch = KeyedJaggedTensor(keys, put(ids), factors, lengths=put(lengths))
+        # Known since TorchRec distributed the ids.
+        batch.offset_per_key(), batch.length_per_key(), batch.offsets()
+        output = put(floats)
+        with torch.no_grad(), counting() as meter:
+            found = decoding._decode_kernel(shards, pooling, [batch], {}, output)
+    return inner(found), meter.spent
+
+
+@pytest.mark.parametrize("weights", [None, torch.float32, torch.int64])
+@pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
+def test_lookups_are_the_cpus(pooling: str, weights: torch.dtype | None) -> None:
+    # Sequences have one width.
+    tables = [(8, groups) for groups in (2, None, 4, 8)] if pooling == "none" else TABLES
+    expected, _ = looked_up(tables, pooling, weights, here)
+    found, _ = looked_up(tables, pooling, weights, cuda)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_lookups_cost_the_same_for_any_number_of_features(pooling: str) -> None:
+    few, many = ([(8, 2), (8, None), *[(8, 4)] * more] for more in (1, 24))
+    costs = []
+    for tables in (few, many):
+        _, spent = looked_up(tables, pooling, torch.float32, cuda)
+        costs.append((spent.waits, spent.launches))
+    # The floats, the addresses of the features, and the kernel.
+    assert costs == [(0, 3)] * 2
