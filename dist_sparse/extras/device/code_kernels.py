@@ -105,7 +105,7 @@ def sum_by_code(rows: Tensor, codes: Tensor, scales: Tensor, most: float, sums: 
             )
 
 
-class Coded(NamedTuple):
+class FeatureCodes(NamedTuple):
     """The codes that a feature looks up.
 
     Args:
@@ -120,7 +120,7 @@ class Coded(NamedTuple):
 
 
 def decode_lookups(
-    features: Sequence[tuple[Coded | None, int]],
+    features: Sequence[tuple[FeatureCodes | None, int]],
     ids: Tensor,
     offsets: Tensor,
     bags: int,
