@@ -122,6 +122,9 @@ MUTATIONS = [
     # ----------------------------------------------------------------------------------------------------------
     M("groups.py", "row[..., :length] for", "row for", "tests/extras/report/test_run_log_ranks.py -k quality"),
     M("extras/device/trials.py", "if not apart <= _MOST * moved:", "if False:", "tests/extras/device/test_checks_fail.py -k one_row"),
+    M("extras/device/code_kernels.py", "return (scaled + _ROUNDS) - _ROUNDS", "return tl.floor(scaled + 0.5)", "tests/extras/device/simulated/test_codes.py -k sums_are"),
+    M("extras/device/code_kernels.py", "row = tl.where((row >= 0) & (row < rows), row, 0)", "row = tl.where(row >= 0, row, 0)", "tests/extras/device/simulated/test_codes.py -k lookups_are"),
+    M("checkpoint/host_memory.py", "needed[name] += to_copy", "needed[name] = to_copy", "tests/checkpoint/test_host_memory.py -k add_up"),
     # -- compaction
     # ---------------------------------------------------------------------------------------------
     M("compaction/replacing.py", "            put(places, {})\n            raise\n", "            raise\n", "tests/compaction/test_compact_agreed.py"),

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import checks
+from dist_sparse.checkpoint.host_memory import refuse_without_memory
 from dist_sparse.checkpoint.state import (
     NamedTensors,
     OptimizerState,
@@ -178,11 +179,16 @@ class Checkpoints:
         extra: checks.Json = None,
         force: bool = False,
     ) -> bool:
-        """Like :meth:`save`, but return once everything is copied to memory, and write it in a
+        """Like :meth:`save`, but return once everything is copied to CPU memory, and write it in a
         thread. Collective.
 
         The next save waits for it, and raises its error, if any, as :meth:`wait` does. Call
-        ``wait`` at the end.
+        ``wait`` at the end. So a rank never holds more than one copy of its part of a checkpoint.
+
+        Raises:
+            ValueError: as :meth:`save`; and if the copies of the ranks of a machine are larger than
+                its available memory (Linux's ``MemAvailable``, and the limits of control groups).
+                On every rank, before anything is copied.
         """
         if not self._due(step, force):
             return False
@@ -261,8 +267,6 @@ class Checkpoints:
     ) -> tuple[NamedTensors, dict[str, checks.Json], checks.Json]:
         """Wait for the previous save; return the tensors, values and optimizer state of this
         rank."""
-        from dist_sparse.checkpoint.storage import copied
-
         self.wait()
         group = self._group()
         with group.agreeing("save()") as facts:
@@ -281,11 +285,20 @@ class Checkpoints:
             values |= others
             facts["values"] = values
             tensors = {**tensors, **optimizers.tensors, **_rng(), **masks}
-            if staged:
-                tensors = copied(tensors)
-                # Starts the thread, if there is none: the write must not fail to start on one rank.
-                self._thread.submit(int)
+        if staged:
+            tensors = self._copied(tensors, group)
         return tensors, {"state": values, "extra": extra}, described
+
+    def _copied(self, tensors: NamedTensors, group: Group) -> NamedTensors:
+        """Return copies in CPU memory, if all machines have enough of it. Collective."""
+        from dist_sparse.checkpoint.storage import copied, copied_bytes
+
+        remedy = "Call save(), which copies at most one tensor at a time."
+        refuse_without_memory("save_async()", remedy, copied_bytes(tensors), group)
+        with group.agreeing("save_async()"):
+            # Starts the thread, if there is none: the write must not fail to start on one rank.
+            self._thread.submit(int)
+            return copied(tensors)
 
     def _write(
         self,

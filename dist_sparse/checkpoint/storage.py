@@ -540,6 +540,19 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def copied_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return how many bytes :func:`copied` allocates."""
+    total = 0
+    for tensor in tensors.values():
+        parts = [tensor]
+        if isinstance(tensor, ShardedTensor):
+            parts = [shard.tensor for shard in tensor.local_shards()]
+        elif isinstance(tensor, ChunkedTensor):
+            parts = [*tensor.pieces().values()]
+        total += sum(part.nbytes for part in parts)
+    return total
+
+
 def check_saved(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> None:
     """Check that every one of ``tensors`` was saved, with its size and dtype, and without holes.
 

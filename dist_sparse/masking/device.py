@@ -129,6 +129,9 @@ class Kernels(NamedTuple):
         TritonRowCleaner: flags and cleans dirty rows, as
             :class:`~dist_sparse.enforcer.rows.HostRowCleaner`.
         TritonLookups: reads or counts the rows that ids name, in one launch for all features.
+        assign_codes: assigns the entries of books to the rows of a shard, in one launch.
+        sum_by_code: sums the rows of each entry, in one launch.
+        decode_lookups: looks decoded rows up, in one launch for all features.
     """
 
     FlatScores: Any
@@ -136,6 +139,9 @@ class Kernels(NamedTuple):
     prune: Any
     TritonRowCleaner: Any
     TritonLookups: Any
+    assign_codes: Any
+    sum_by_code: Any
+    decode_lookups: Any
 
 
 def kernels_on(device: torch.device) -> Kernels | None:

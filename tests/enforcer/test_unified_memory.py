@@ -104,12 +104,12 @@ class Cache:
         bags = (len(offsets) - 1) // len(self._tables)
         for number, (table, copies, cached) in enumerate(self._parts()):
             rows = ids[offsets[number * bags] : offsets[(number + 1) * bags]]
-            # Full: all rows make way.
+            # Full: all rows make way. FBGEMM's kernels write unseen by torch, which counts writes.
             if int(cached.sum()) > len(table) // 2:
-                table[cached] = copies[cached]
+                table.data[cached] = copies[cached]
                 cached[:] = False
             new = rows[~cached[rows]]
-            copies[new] = table[new]
+            copies.data[new] = table[new]
             cached[new] = True
 
     def flush(self) -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from dist_sparse.compaction import tables as compact
 from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.fused import lookups_of
+from dist_sparse.masking.device import kernels_on
 from dist_sparse.serving.books import ENTRIES, gather_entries
 from dist_sparse.serving.sources import refuse_lookup
 from dist_sparse.tables.memory import ByMemory
@@ -55,6 +56,11 @@ class CodedShard:
         self.codes = self._padded_codes[:-1]
         self._book_starts = torch.arange(groups, dtype=torch.int32, device=device) * ENTRIES
         self.entries: Tensor | None = None
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor | None, int]:
+        """Codes, entries and rows, for kernels. There is a row more of codes than rows."""
+        return self._padded_codes, self.entries, self.rect.rows
 
     def decode(self, rows: Tensor) -> Tensor:
         """Return the decoded rows of some row numbers: float32 ``(n, columns)``."""
@@ -291,6 +297,15 @@ def _decode_kernel(
         raise ValueError("Codes do not support batch sizes that differ between features.")
     # TorchRec cached these when it distributed the ids: reading them does not synchronize.
     starts, stride = ids.offset_per_key(), ids.stride()
+    kernels = kernels_on(ids.values().device)
+    if kernels is not None:
+        features = [(shard and shard.stored, columns) for shard, columns in by_feature]
+        decoded: Tensor = output.clone(memory_format=torch.contiguous_format)
+        weights = _factors(ids.weights_or_none())
+        kernels.decode_lookups(
+            features, ids.values(), ids.offsets(), stride, weights, pooling, decoded
+        )
+        return decoded
     # Pooled outputs of features are side by side, sequences one below the other.
     is_pooled = pooling != "none"
     sizes = [columns for _, columns in by_feature] if is_pooled else ids.length_per_key()
@@ -325,8 +340,8 @@ def _pool(
             weighted mean divides by the number of rows.
     """
     factors = None
-    # TorchRec's kernels ignore integer weights.
-    if weights is not None and weights.is_floating_point():
+    weights = _factors(weights)
+    if weights is not None:
         factors = weights[span].float()
         # embedding_bag() rounds sums of products as the lookups of an artifact do, but has no
         # weighted means.
@@ -350,6 +365,11 @@ def _pool(
         per_sample_weights=factors,
         include_last_offset=True,
     )
+
+
+def _factors(weights: Tensor | None) -> Tensor | None:
+    """Return weights of ids, if they are read: TorchRec's kernels ignore integer ones."""
+    return weights if weights is not None and weights.is_floating_point() else None
 
 
 def _decode_module(shard: CodedShard, module: nn.Module, args: Any, kwargs: Any, _: Any) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dist_sparse.masking.device import kernels_on
 from dist_sparse.serving.books import ENTRIES, LARGEST_HALF
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 _EXACT_BITS = 53
 # Weights are clamped at 8 times the power of two above the largest entry of their group.
 _HEADROOM_BITS = 3
-# How many rows' distances are computed at once. On a CPU, 512 x 256 float64 are 1 MiB, which fits
-# in a cache. On a device, each chunk takes some launches: 512 MiB.
+# How many rows' distances torch computes at once. On a CPU, 512 x 256 float64 are 1 MiB, which fits
+# in a cache. On a device without kernels, each chunk takes some launches: 512 MiB.
 _CHUNK_ON_CPU = 512
 _CHUNK_ON_DEVICE = 1 << 18
 # The first books are learned from a sample of 40 rows per entry, in 8 rounds of k-means.
@@ -47,9 +48,14 @@ def grid_scales(books: Tensor) -> Tensor:
 def round_to_grid(values: Tensor, scales: Tensor) -> Tensor:
     """Return values of any floating dtype, ``(..., groups, width)``, as integers on the grids of
     their groups: float64."""
-    most = 2.0 ** (_entry_bits(values.shape[-1]) + _HEADROOM_BITS)
+    most = _grid_limit(values.shape[-1])
     # A power of two scales exactly, so only round_() rounds.
     return (values.double() * scales).round_().clamp_(-most, most)
+
+
+def _grid_limit(width: int) -> float:
+    """Return the largest integer on the grid of a group of ``width`` columns."""
+    return 2.0 ** (_entry_bits(width) + _HEADROOM_BITS)
 
 
 def _entry_bits(width: int) -> int:
@@ -78,6 +84,10 @@ def assign(rows: Tensor, books: Tensor, out: Tensor) -> None:
     # first of several. amin() takes an eighth of the time of argmin().
     constant = entries.square().sum(2) * ENTRIES + numbers
     linear = entries.transpose(1, 2) * (-2 * ENTRIES)
+    kernels = kernels_on(rows.device)
+    if kernels is not None:
+        kernels.assign_codes(rows, scales, _grid_limit(width), constant, linear, out)
+        return
     for chunk, codes in _chunks(rows, out):
         weights = round_to_grid(chunk.view(-1, groups, width), scales)
         nearest = [
@@ -153,11 +163,16 @@ def _initial_book(vectors: Tensor) -> Tensor:
 
 def _sum_by_entry(rows: Tensor, codes: Tensor, books: Tensor) -> Tensor:
     """Return the sum of the rows of each entry on the grid, int64 ``(groups, 256, width + 1)`` on
-    the CPU. The last column counts the rows."""
+    the CPU. The last column counts the rows. Entries 0, whose sums :func:`_mean_books` does not
+    read, may be left out."""
     groups, entries, width = books.shape
     sums = torch.zeros(groups * entries, width + 1, dtype=torch.int64, device=rows.device)
-    starts = torch.arange(groups, device=rows.device) * entries
     scales = grid_scales(books).to(rows.device)
+    kernels = kernels_on(rows.device)
+    if kernels is not None:
+        kernels.sum_by_code(rows, codes, scales, _grid_limit(width), sums)
+        return sums.view(groups, entries, -1).cpu()
+    starts = torch.arange(groups, device=rows.device) * entries
     for chunk, chosen in _chunks(rows, codes):
         weights = round_to_grid(chunk.view(-1, groups, width), scales).long()
         # Append a column of ones, whose sum counts the rows.

@@ -26,12 +26,26 @@ def kernels() -> Any:
     """Return :class:`dist_sparse.masking.device.Kernels`; None where there is no Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
+    from dist_sparse.extras.device.code_kernels import (
+        assign_codes,
+        decode_lookups,
+        sum_by_code,
+    )
     from dist_sparse.extras.device.flat_scores import FlatScores
     from dist_sparse.extras.device.kernels import Pruning, prune
     from dist_sparse.extras.device.row_kernels import TritonLookups, TritonRowCleaner
     from dist_sparse.masking.device import Kernels
 
-    return Kernels(FlatScores, Pruning, prune, TritonRowCleaner, TritonLookups)
+    return Kernels(
+        FlatScores,
+        Pruning,
+        prune,
+        TritonRowCleaner,
+        TritonLookups,
+        assign_codes,
+        sum_by_code,
+        decode_lookups,
+    )
 
 
 def commands() -> list[Command]:

@@ -82,6 +82,8 @@ CHECKS: dict[str, Check] = {
     "checkpoints": use_checks.checkpointed,
     "guard": use_checks.undone,
     "codes": use_checks.coded,
+    # The last one: it runs in processes of its own.
+    "device_id=": training_checks.bound_to_devices,
 }
 
 # Checks that need CUDA. TorchRec's fused pipeline, too: it records streams.
@@ -92,7 +94,11 @@ _FOR_GPUS = (
     "TrainPipelineFusedSparseDist",
     "fused_uvm",
     "fused_uvm_caching",
+    "device_id=",
 )
+
+# Checks whose processes bind their world to their devices.
+_BOUND = ("device_id=",)
 
 
 # Processes
@@ -118,7 +124,9 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
         raise ValueError(f"Invalid {device=} for {ranks}: torch finds {gpus} GPUs here.")
     outcomes: list[Outcome] = []
     while left := list(CHECKS)[len(outcomes) :]:
-        outcomes += _attempt(device, world, left, progress)
+        apart = _BOUND if device == "cuda" else ()
+        together = [name for name in left if name not in apart]
+        outcomes += _attempt(device, world, together or left, progress)
     passed = all(outcome["status"] not in _WRONG for outcome in outcomes)
     machine = installed()
     if gpus:
@@ -229,7 +237,9 @@ def worker(words: Sequence[str]) -> int:
         backend, device = "nccl", torch.device(kind, rank)
         torch.cuda.set_device(device)
     limit = timedelta(seconds=120)
-    dist.init_process_group(backend, f"file://{folder / 'store'}", limit, world, rank)
+    bound = device if kind == "cuda" and names[0] in _BOUND else None
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group(backend, store, limit, world, rank, device_id=bound)
     for number, name in enumerate(names):
         faulthandler.dump_traceback_later(_STACKS)
         outcome = _outcome(name, device)

@@ -170,14 +170,14 @@ def undone(device: torch.device, sizes: Sizes) -> str:
 
 
 def coded(device: torch.device, sizes: Sizes) -> str:
-    """Compare books and codes with those of the same table in one process on the CPU."""
+    """Compare books, codes and lookups with those of the same table in one process on the CPU."""
     quantize = _module_of("codes").quantize
     shape = max(LEAST_ROWS, sizes.small), 64
     trial = TrialTables({"coded": shape})
     model = MaskedModel(trial, device, "row", attach=False)
     tables = random_tables(trial)
     model.write(tables)
-    alone = nn.EmbeddingBag(*shape, _weight=tables["coded"])
+    alone = nn.EmbeddingBag(*shape, _weight=tables["coded"], mode="sum")
     with (
         quantize(model.model, [], codes=16, begin=0) as there,
         quantize(alone, [], codes=16, begin=0) as here,
@@ -189,4 +189,9 @@ def coded(device: torch.device, sizes: Sizes) -> str:
         for rect, codes in there.coded()["coded"].shards:
             own = expected.tensor[rect.row : rect.row_end]
             _require_equal("codes", codes.cpu().float(), own.float())
-    return f"{shape[0]} x {shape[1]}, 16 codes a row, bit for bit"
+        features = trial_batch(trial, 99)
+        with torch.no_grad():
+            looked_up = _tables_of(model.model)(features.to(device)).values().cpu()
+            decoded = alone(features.values(), features.offsets()[:-1])
+        _require_close("decoded lookups", looked_up, decoded)
+    return f"{shape[0]} x {shape[1]}, 16 codes a row: codes bit for bit, equal lookups"

@@ -19,7 +19,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-__all__ = ["Compiled", "Counts", "compiled", "counts_of", "kernels_of_rows", "kernels_of_updates"]
+__all__ = [
+    "Compiled",
+    "Counts",
+    "compiled",
+    "counts_of",
+    "kernels_of_codes",
+    "kernels_of_rows",
+    "kernels_of_updates",
+]
 
 
 class Compiled(NamedTuple):
@@ -166,6 +174,33 @@ def kernels_of_rows() -> dict[str, Compiled]:
     return found
 
 
+def kernels_of_codes() -> dict[str, Compiled]:
+    """The kernels of codes: assign them, sum rows by them, look rows up."""
+    from dist_sparse.extras.device.code_kernels import assign_kernel, decode_kernel, sum_kernel
+
+    rows = {"rows": "*fp32", "count": "i32", "row_stride": "i32", "col_stride": "i32"}
+    assigns = {"groups": "i32", "width": "i32", "scales": "*fp64", "constant": "*fp64"}
+    assigns |= {"linear": "*fp64", "out": "*u8", "out_stride": "i32"}
+    sums = {"columns": "i32", "width": "i32", "scales": "*fp64", "codes": "*u8"}
+    sums |= {"code_stride": "i32", "sums": "*i64"}
+    found = {
+        "assign codes": Compiled(assign_kernel, rows | assigns, {"MOST": 2.0**20, "ROWS": 32}),
+        "sum by code": Compiled(sum_kernel, rows | sums, {"MOST": 2.0**20, "ROWS": 16, "COLS": 32}),
+    }
+    looks_up = {"ids": "*i64", "count": "i32", "offsets": "*i64", "bags": "i32"}
+    looks_up |= {"weights": "*fp32", "table": "*i64", "features": "i32", "widest": "i32"}
+    looks_up |= {"out": "*fp32", "out_stride": "i32"}
+    for name, pooled, mean, weighted in (
+        ("decode sums", True, False, False),
+        ("decode weighted means", True, True, True),
+        ("decode sequences", False, False, False),
+    ):
+        constants = {"STEPS": 5, "POOLED": pooled, "MEAN": mean, "WEIGHTED": weighted}
+        constants |= {"BAGS": 8, "COLS": 32}
+        found[name] = Compiled(decode_kernel, looks_up, constants)
+    return found
+
+
 def compiled(one: Compiled, capability: int) -> Any:
     """Return a kernel compiled by Triton for GPUs of a compute capability."""
     import triton
@@ -255,7 +290,7 @@ def _jumps(instructions: list[str], labels: Mapping[str, int]) -> Iterator[tuple
 
 
 def main(capability: int) -> None:
-    known = {**kernels_of_updates(), **kernels_of_rows()}
+    known = {**kernels_of_updates(), **kernels_of_rows(), **kernels_of_codes()}
     found = {name: counts_of(compiled(one, capability)) for name, one in known.items()}
     print(json.dumps(found))
 

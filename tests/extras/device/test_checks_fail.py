@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from dist_sparse.checkpoint.checkpoints import Checkpoints
 from dist_sparse.extras.device import selftest, trials, use_checks
 from dist_sparse.extras.device.trials import MaskedModel, Sizes
 from dist_sparse.masking.masks import BlockMask
+from tests.dist.enforcing import kernels
+from tests.enforcer.test_unified_memory import Cache
 
 SIZES = Sizes(500, 500, 500, tables=3, steps=2, sleep=0)
 
@@ -68,6 +71,37 @@ def trains_otherwise(patch: Patch) -> None:
         model.shards()[0].mul_(1.0001)
 
     patch.setattr(MaskedModel, "train", also_writes)
+
+
+def has_a_cache(patch: Patch) -> None:
+    """Tables have a cache of rows, as on a GPU."""
+    trial_model = trials.trial_model
+
+    def cached(trial: Any, device: Any) -> Any:
+        model = trial_model(trial, device)
+        for each in kernels(model):
+            Cache(each.emb_module)
+        return model
+
+    patch.setattr(trials, "trial_model", cached)
+
+
+def cache_keeps_removed_rows(patch: Patch) -> None:
+    """Neither a mask update nor a check writes the cache back and empties it."""
+    has_a_cache(patch)
+    patch.setattr(Cache, "flush", lambda cache: None)
+    patch.setattr(Cache, "reset", lambda cache: None)
+
+
+def has_streams(patch: Patch) -> None:
+    """Stand-ins for streams, on which a CPU works in the order of the calls."""
+    patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: mock.Mock())
+
+
+def trains_otherwise_with_streams(patch: Patch) -> None:
+    has_streams(patch)
+    trains_otherwise(patch)
 
 
 def changes(model: Any) -> Any:
@@ -145,6 +179,7 @@ BROKEN: dict[str, Case] = {
     "beyond 2^31 elements": (nothing_is_zeroed, NOT_ZERO),
     "lookup counts": (masks_are_wrong, MASKS),
     "TrainPipelineSparseDist": (trains_otherwise, DIFFER),
+    "TrainPipelineFusedSparseDist": (trains_otherwise_with_streams, DIFFER),
     "fused optimizers": (nothing_is_enforced, DIFFER),
     "mean": (nothing_is_enforced, DIFFER),
     "sequence": (nothing_is_enforced, DIFFER),
@@ -157,15 +192,18 @@ BROKEN: dict[str, Case] = {
     "fused_uvm": (nothing_is_enforced, DIFFER),
     "many tables": (nothing_is_enforced, DIFFER),
     "float16, rounded": (nothing_is_zeroed, NOT_ZERO),
+    "fused_uvm_caching": (cache_keeps_removed_rows, NOT_ZERO),
     "compact": (compacts_wrongly, "compact model differ"),
     "export": (exports_other_weights, "served outputs"),
     "checkpoints": (loads_wrong_weights, "weights, 0 steps after"),
     "guard": (undoes_wrongly, "weights after an undone update"),
     "codes": (writes_other_tables, "books differ"),
+    # A CPU's world is bound to no device.
+    "device_id=": (lambda patch: None, "the world is bound to None"),
 }
 
 # Of these, one for each kind of fault runs in every run.
-QUICK = {"mean", "compact", "checkpoints"}
+QUICK = {"mean", "compact", "checkpoints", "device_id="}
 
 
 @pytest.mark.parametrize(
@@ -180,6 +218,30 @@ def test_a_check_reports_what_is_broken(monkeypatch: Patch, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_decoded_lookups_are_compared_too(monkeypatch: Patch) -> None:
+    hooks = pytest.importorskip("dist_sparse.extras.codes.decoding").DecodingHooks
+    entries_of = hooks.entries_of
+
+    def twice_as_large(these: Any, books: Any) -> Any:
+        """Of the sharded model alone."""
+        return [each * (1 + ("coded" in books)) for each in entries_of(these, books)]
+
+    monkeypatch.setattr(hooks, "entries_of", twice_as_large)
+    with pytest.raises(trials.Difference, match="decoded lookups differ"):
+        selftest.CHECKS["codes"](torch.device("cpu"), SIZES)
+
+
+STAND_INS = {"TrainPipelineFusedSparseDist": has_streams, "fused_uvm_caching": has_a_cache}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAND_INS)
+def test_with_stand_ins_nothing_is_broken(monkeypatch: Patch, name: str) -> None:
+    STAND_INS[name](monkeypatch)
+    assert selftest.CHECKS[name](torch.device("cpu"), SIZES)
+
+
+@pytest.mark.slow
 def test_expanding_is_compared_too(monkeypatch: Patch) -> None:
     expands_wrongly(monkeypatch)
     with pytest.raises(trials.Difference, match="expanded model differ"):
@@ -187,10 +249,9 @@ def test_expanding_is_compared_too(monkeypatch: Patch) -> None:
 
 
 def test_every_check_has_been_broken() -> None:
-    """Here, on the simulated device, or, of the same code as another check's, on a GPU alone."""
-    simulated = {"ordinary steps", "mask updates", "streams"}
-    same_code = {"TrainPipelineFusedSparseDist", "bfloat16", "fused_uvm_caching"}
-    assert selftest.CHECKS.keys() == BROKEN.keys() | simulated | same_code
+    """Here or on the simulated device."""
+    simulated = {"ordinary steps", "mask updates", "streams", "bfloat16"}
+    assert selftest.CHECKS.keys() == BROKEN.keys() | simulated
 
 
 def test_runs_that_differ_in_one_row() -> None:

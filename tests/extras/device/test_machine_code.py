@@ -61,6 +61,11 @@ CEILINGS: Final[dict[int, dict[str, Counts]]] = {
         "clean read, odd": Counts(72, 531, 0, 0, 0, 36, 64),
         "flag": Counts(32, 268, 0, 0, 0, 17, 64),
         "clean all": Counts(80, 607, 0, 0, 0, 38, 64),
+        "assign codes": Counts(166, 678, 0, 0, 0, 6, 64),
+        "sum by code": Counts(58, 232, 0, 0, 0, 12, 64),
+        "decode sums": Counts(72, 152, 0, 0, 0, 6, 64),
+        "decode weighted means": Counts(86, 195, 0, 0, 0, 8, 64),
+        "decode sequences": Counts(64, 146, 0, 0, 0, 6, 64),
     },
     100: {
         "1x4 sample": Counts(48, 422, 0, 0, 0, 15, 128),
@@ -93,6 +98,11 @@ CEILINGS: Final[dict[int, dict[str, Counts]]] = {
         "clean read, odd": Counts(72, 537, 0, 0, 0, 36, 64),
         "flag": Counts(40, 262, 0, 0, 0, 17, 64),
         "clean all": Counts(96, 598, 0, 0, 0, 38, 64),
+        "assign codes": Counts(163, 669, 0, 0, 0, 6, 64),
+        "sum by code": Counts(58, 235, 0, 0, 0, 12, 64),
+        "decode sums": Counts(72, 153, 0, 0, 0, 6, 64),
+        "decode weighted means": Counts(84, 196, 0, 0, 0, 8, 64),
+        "decode sequences": Counts(64, 147, 0, 0, 0, 6, 64),
     },
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dist_sparse.cli.main import main
 
@@ -24,6 +25,7 @@ NEEDS_A_GPU = {
     "bfloat16",
     "fused_uvm",
     "fused_uvm_caching",
+    "device_id=",
 }
 
 
@@ -41,7 +43,7 @@ def test_on_this_cpu(nproc: int, tmp_path: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
     processes = ["1 rank", "2 ranks"][nproc - 1]
     assert done.stdout.startswith(
-        f"As it should be on cpu, {processes}; 6 of {len(selftest.CHECKS)} checks not run."
+        f"As it should be on cpu, {processes}; {len(NEEDS_A_GPU)} of {len(selftest.CHECKS)} checks not run."
     )
     found = json.loads(out.read_text())
     assert found["passed"] and found["device"] == "cpu" and found["nproc"] == nproc
@@ -132,6 +134,48 @@ def test_no_code_of_the_current_folder_runs(
     found = selftest.selftest("cpu", 1, lambda check: None)
     assert [each["status"] for each in found["outcomes"]] == ["ok"]
     assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(("device", "sets"), [("cpu", 1), ("cuda", 2)])
+def test_processes_that_bind_their_world_run_one_check(
+    device: str, sets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def attempt(device: str, world: int, names: list[str], progress: Any) -> list[dict[str, Any]]:
+        asked.append(names)
+        return [{"check": name, "status": "ok", "says": "", "seconds": 0.0} for name in names]
+
+    monkeypatch.setattr(selftest, "_attempt", attempt)
+    monkeypatch.setattr(selftest.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(selftest.torch.cuda, "get_device_name", lambda number: "one")
+    found = selftest.selftest(device, 2, lambda check: None)
+    assert [each["check"] for each in found["outcomes"]] == list(selftest.CHECKS)
+    assert len(asked) == sets and (sets == 1 or asked[1] == ["device_id="])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "bound"),
+    [
+        ("cuda", "device_id=", torch.device("cuda", 1)),
+        ("cuda", "masks", None),
+        ("cpu", "device_id=", None),
+    ],
+)
+def test_which_worlds_are_bound(
+    kind: str, name: str, bound: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bound(Exception):
+        pass
+
+    def init(*args: Any, device_id: Any) -> None:
+        raise Bound(device_id)
+
+    monkeypatch.setattr(selftest.dist, "init_process_group", init)
+    monkeypatch.setattr(selftest.torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(Bound) as raised:
+        selftest.worker([str(tmp_path), "1", "2", kind, name])
+    assert raised.value.args == (bound,)
 
 
 def test_a_check_that_did_not_run_took_no_time() -> None:

@@ -23,7 +23,13 @@ from torch import Tensor
 from dist_sparse.enforcer.rows import MaskedShard
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Block, Rect, grid_of
-from tests.extras.device.machine_code import Compiled, compiled, kernels_of_rows, kernels_of_updates
+from tests.extras.device.machine_code import (
+    Compiled,
+    compiled,
+    kernels_of_codes,
+    kernels_of_rows,
+    kernels_of_updates,
+)
 
 DEVICE = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -373,16 +379,22 @@ def compile_mask_updates() -> None:
         compile_one(one)
 
 
-def compile_one(one: Compiled) -> None:
-    """Compile a kernel for an A100, an H100, and two newer GPUs. No product is added before it is
-    rounded, as on a CPU."""
+def compile_codes() -> None:
+    """The kernels of codes, which add exact products."""
+    for one in kernels_of_codes().values():
+        compile_one(one, fused=True)
+
+
+def compile_one(one: Compiled, fused: bool = False) -> None:
+    """Compile a kernel for an A100, an H100, and two newer GPUs. Unless `fused`, no product is added
+    before it is rounded, as on a CPU."""
     for capability in (80, 90, 100, 120):
         binary = compiled(one, capability)
         assert ".global" in binary.asm["ptx"] and binary.asm["cubin"]
-        assert "fma.rn.f64" not in binary.asm["ptx"]
+        assert fused or "fma.rn.f64" not in binary.asm["ptx"]
 
 
-COMPILED = {each.__name__: each for each in (compile_for_cuda, compile_mask_updates)}
+COMPILED = {each.__name__: each for each in (compile_for_cuda, compile_mask_updates, compile_codes)}
 
 
 def main(device: str) -> None:

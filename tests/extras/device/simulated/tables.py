@@ -63,6 +63,7 @@ class Kernel(nn.Module):
     Args:
         tables: this rank's shards, copied.
         on_device: whether the tables say ``cuda``.
+        names: of the tables; by default ``t0``, ``t1``, ...
     """
 
     pooling: Literal["sum"] = "sum"
@@ -70,8 +71,11 @@ class Kernel(nn.Module):
     is_adagrad = True
     cached: Set[int] = frozenset()
 
-    def __init__(self, tables: Sequence[Tensor], on_device: bool) -> None:
+    def __init__(
+        self, tables: Sequence[Tensor], on_device: bool, names: Sequence[str] = ()
+    ) -> None:
         super().__init__()
+        self.tables = list(names) or [f"t{number}" for number in range(len(tables))]
         self.put: Callable[[Tensor], Tensor] = cuda if on_device else lambda tensor: tensor
         self.shapes = [(table.shape[0], table.shape[1]) for table in tables]
         self.memory = torch.cat([table.flatten() for table in tables])
@@ -88,10 +92,6 @@ class Kernel(nn.Module):
     @property
     def module(self) -> nn.Module:
         return self
-
-    @property
-    def tables(self) -> list[str]:
-        return [f"t{number}" for number in range(len(self.shapes))]
 
     @property
     def features(self) -> list[int]:
@@ -154,8 +154,10 @@ class CachingKernel(Kernel):
     """A kernel whose lookups and backwards read and write copies of rows, as FBGEMM's cache on the
     device holds them. Tables have their latest values after a :meth:`write_back` alone."""
 
-    def __init__(self, tables: Sequence[Tensor], on_device: bool) -> None:
-        super().__init__(tables, on_device)
+    def __init__(
+        self, tables: Sequence[Tensor], on_device: bool, names: Sequence[str] = ()
+    ) -> None:
+        super().__init__(tables, on_device, names)
         self._copies = [torch.full(shape, torch.nan) for shape in self.shapes]
         self.cached = set(range(len(tables)))
         self._cached = [torch.zeros(rows, dtype=torch.bool) for rows, _ in self.shapes]
@@ -235,7 +237,7 @@ class _Lookup(torch.autograd.Function):
         def look_up() -> None:
             found = []
             for table, some in zip(ctx.tables, ctx.batch, strict=True):
-                rows = table[some.ids]
+                rows = table[some.ids].float()
                 if some.weights is not None:
                     rows = rows * some.weights.unsqueeze(1)
                 found.append(torch.zeros(bags, table.shape[1]).index_add_(0, some.bags, rows))
@@ -275,11 +277,12 @@ class Collection(nn.Module):
     """A sharded collection of one kernel: a :class:`~dist_sparse.tables.protocols.TableCollection`.
 
     Args:
-        layouts: of the tables ``t0``, ``t1``, ...
+        layouts: of the tables.
         tables: this rank's shards.
         rank: of this process.
         on_device: whether the tables say ``cuda``.
         caches: whether the kernel caches rows.
+        names: of the tables; by default ``t0``, ``t1``, ...
     """
 
     is_sharded = True
@@ -296,22 +299,25 @@ class Collection(nn.Module):
         rank: int,
         on_device: bool,
         caches: bool = False,
+        names: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self._rank, self._on_device = rank, on_device
+        self._rank, self._on_device, self._names = rank, on_device, names
         self._kind = CachingKernel if caches else Kernel
         self.store(layouts, tables)
 
     def store(self, layouts: Sequence[Layout], tables: Sequence[Tensor]) -> None:
         """Store other shards, as a reshard does, with new optimizer state."""
-        self.kernel = self._kind(tables, self._on_device)
+        self.kernel = self._kind(tables, self._on_device, self._names)
         self._layouts = list(layouts)
 
     @property
     def tables(self) -> list[TableConfig]:
         return [
-            TableConfig(f"t{number}", (f"f{number}",), layout.shape[0], "sum")
-            for number, layout in enumerate(self._layouts)
+            TableConfig(name, (f"f{number}",), layout.shape[0], "sum")
+            for number, (name, layout) in enumerate(
+                zip(self.kernel.tables, self._layouts, strict=True)
+            )
         ]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
@@ -322,13 +328,13 @@ class Collection(nn.Module):
         return ".".join(filter(None, (path, self.attribute, table, "weight")))
 
     def outputs(self) -> dict[str, str]:
-        return {f"f{number}": f"t{number}" for number in range(len(self._layouts))}
+        return {f"f{number}": name for number, name in enumerate(self.kernel.tables)}
 
     def embeddings(self) -> dict[str, nn.Module]:
         return {}
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
-        number = int(table[1:])
+        number = self.kernel.tables.index(table)
         layout = self._layouts[number]
         self.kernel.write_back()
         view = self.kernel.weights()[number]

@@ -11,11 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from dist_sparse import MaskEnforcer
 from dist_sparse.enforcer.fused import StreamOrder
-from dist_sparse.extras.device import kernels, training_checks, trials, update_checks
+from dist_sparse.extras.device import (
+    kernels,
+    selftest,
+    training_checks,
+    trials,
+    update_checks,
+)
 from dist_sparse.extras.device.trials import Difference, Sizes
 from dist_sparse.torchrec.trial import TrialTables
 from tests.extras.device.simulated.fake import CUDA, inner
@@ -38,17 +44,43 @@ class Small(Sizes):
 SIZES = Small(301, 10_000, 301, tables=2, steps=3, sleep=1)
 
 
-def stand_in(trial: TrialTables, device: torch.device) -> Collection:
+class Net(nn.Module):
+    """A model of tables alone."""
+
+    def __init__(self, tables: Collection) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, features: Any) -> tuple[Tensor, Tensor]:
+        out = self.tables(features)
+        return out.square().mean(), out.detach()
+
+
+class NoLayers(tuple[()]):
+    """In the place of the optimizer of a model's layers, of which there are none."""
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}
+
+
+def stand_in(trial: TrialTables, device: torch.device) -> Net:
     random = torch.Generator().manual_seed(0)
-    shapes = list(trial.shapes.values())
-    tables = [torch.randn(shape, generator=random) for shape in shapes]
-    return Collection([one_rank(*shape) for shape in shapes], tables, 0, True)
+    layouts = [one_rank(*shape) for shape in trial.shapes.values()]
+    tables = [
+        torch.randn(shape, generator=random).to(DTYPES[trial.data_type])
+        for shape in trial.shapes.values()
+    ]
+    return Net(Collection(layouts, tables, 0, True, names=list(trial.shapes)))
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(trials, "trial_model", stand_in)
-    monkeypatch.setattr(trials, "layers_optimizer", lambda model: ())
+    monkeypatch.setattr(trials, "layers_optimizer", lambda model: NoLayers())
     # torch's profiler sees no kernel here, and torch adds nothing up at a bandwidth.
     monkeypatch.setattr(update_checks, "kernel_seconds", lambda model: {"sweep": 1e-9})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -112,6 +144,26 @@ def lookup_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamOrder, "before_read", forgets)
 
 
+class NoEnforcer:
+    def __init__(self, sparsifier: Any) -> None: ...
+
+    def attach(self, optimizer: Any) -> None: ...
+
+
+def nothing_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "MaskEnforcer", NoEnforcer)
+
+
+def is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's world, whose group is the only one here, says that it is bound to the device."""
+    monkeypatch.setattr(dist.group.WORLD, "bound_device_id", CUDA)
+
+
+def is_bound_and_enforces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_bound(monkeypatch)
+    nothing_is_enforced(monkeypatch)
+
+
 CASES = [
     (
         training_checks.masks_equal_the_cpus,
@@ -124,6 +176,8 @@ CASES = [
     (update_checks.mask_updates, is_slow, "sweep: .* GB/s instead of"),
     (training_checks.streams_are_ordered, update_does_not_wait, "update did not wait"),
     (training_checks.streams_are_ordered, lookup_does_not_wait, "lookup did not wait"),
+    (selftest.CHECKS["bfloat16"], nothing_is_enforced, "weights differ by"),
+    (training_checks.bound_to_devices, is_bound_and_enforces_nothing, "weights differ by"),
 ]
 
 
@@ -143,10 +197,16 @@ def test_a_check_reports_what_is_broken(
         training_checks.ordinary_steps_never_wait,
         training_checks.streams_are_ordered,
         update_checks.mask_updates,
+        selftest.CHECKS["bfloat16"],
     ],
 )
 def test_nothing_is_broken(check: Any) -> None:
     assert check(CUDA, SIZES)
+
+
+def test_a_world_bound_to_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_bound(monkeypatch)
+    assert training_checks.bound_to_devices(CUDA, SIZES)
 
 
 def test_a_sleeping_stream_is_late() -> None:

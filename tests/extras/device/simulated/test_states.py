@@ -190,26 +190,3 @@ def test_copies_of_a_checkpoint_come_through_pinned_memory() -> None:
         assert not isinstance(found[name], FakeCudaTensor)
         assert torch.equal(found[name], tensor)
         assert found[name].data_ptr() != tensor.data_ptr() or not tensor.numel()
-
-
-def test_launches_of_codes() -> None:
-    """Some for each chunk of rows, and two more for each group. And the codes are the CPU's."""
-    learning = pytest.importorskip("dist_sparse.extras.codes.learning")
-    generator = torch.Generator().manual_seed(0)
-    launches: dict[int, list[int]] = {}
-    for groups in (2, 6):
-        books = torch.randn(groups, 256, 4, generator=generator).half()
-        # One, two and four chunks.
-        for count in (512, 1_000, 2_000):
-            rows = torch.randn(count, 4 * groups, generator=generator)
-            expected, found = (torch.zeros(count, groups, dtype=torch.uint8) for _ in range(2))
-            learning.assign(rows, books, expected)
-            chunks = mock.patch.object(learning, "_CHUNK_ON_DEVICE", 512)
-            with on_device(), counting() as meter, chunks:
-                learning.assign(cuda(rows), books, cuda(found))
-            assert torch.equal(found, expected)
-            launches.setdefault(groups, []).append(meter.spent.launches)
-    for groups, (one, two, four) in launches.items():
-        assert (four - two) / 2 == two - one <= 8 + 2 * groups
-    # Converted once each, in any number of chunks.
-    assert launches[2][0] - launches[6][0] == 2 * (2 - 6)
