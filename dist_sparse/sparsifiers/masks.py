@@ -105,7 +105,8 @@ class Undo(Protocol):
     """Keeps each mask update until the next, so that it can be undone."""
 
     def keep(self, masks: Masks, located: Located, made: Mapping[str, NewMasks]) -> None:
-        """Replace the update that was kept so far. Called before anything is zeroed. Local."""
+        """Replace the update that was kept so far. Called before anything is zeroed. Collective
+        over the tables' groups."""
 
     def forget(self) -> None:
         """Release what is kept. Local."""

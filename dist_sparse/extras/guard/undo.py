@@ -3,15 +3,18 @@ state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dist_sparse.checkpoint.host_memory import refuse_without_memory
 from dist_sparse.checkpoint.storage import Staging
 from dist_sparse.masking.block_masks import NewMasks
-from dist_sparse.masking.masks import BlockMask, removed_parts
+from dist_sparse.masking.device import on_host
+from dist_sparse.masking.masks import BlockMask, bit_total, removed_parts
 from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import TableMasks
 from dist_sparse.tables.memory import ByMemory
@@ -35,7 +38,7 @@ class _Removed:
 
 
 class LastUpdate:
-    """Keeps one mask update. All methods are local.
+    """Keeps one mask update. All methods but :meth:`keep` are local.
 
     Attributes:
         before: the masks before the update, by table; empty if there is none to undo.
@@ -46,10 +49,15 @@ class LastUpdate:
         self._removed: dict[str, list[_Removed]] = {}
 
     def keep(self, masks: Masks, located: Located, made: Mapping[str, NewMasks]) -> None:
-        """Replace the update that was kept so far. Must be called before anything is zeroed."""
+        """Replace the update that was kept so far. Must be called before anything is zeroed.
+        Collective over the tables' groups.
+
+        Raises:
+            ValueError: a machine has too little memory; on every rank, before anything is copied.
+        """
         states = masks.enforcer.states()
-        staging = Staging()
         self._removed = {}
+        sizes = []
         for name, new in made.items():
             self._removed[name] = []
             shards = zip(located[name].shards, masks.tables.masks(name), new.masks, strict=True)
@@ -58,11 +66,19 @@ class LastUpdate:
                 newly = mask.bits if old.block != mask.block else mask.bits | ~old.bits
                 removed = BlockMask(mask.rect, mask.block, newly)
                 rows = mask.dead_rows() & ~old.dead_rows()
-                values = []
+                self._removed[name].append(_Removed(removed, rows, []))
+                sizes.append(_most_bytes(_tensors_of(shard.tensor, states), removed, rows))
+        nbytes = sum(map(int, on_host(sizes)))
+        for group, _ in masks.tables.over_groups(made):
+            refuse_without_memory(
+                "step()", "Remove less in an update, or train without a guard.", nbytes, group
+            )
+        staging = Staging()
+        for name, of_table in self._removed.items():
+            for shard, one in zip(located[name].shards, of_table, strict=True):
                 for tensor in _tensors_of(shard.tensor, states):
-                    parts = removed_parts(tensor, removed, rows)
-                    values.append([_on_host(part[flags], staging) for part, flags in parts])
-                self._removed[name].append(_Removed(removed, rows, values))
+                    parts = removed_parts(tensor, one.mask, one.rows)
+                    one.values.append([_on_host(part[flags], staging) for part, flags in parts])
         self.before = masks.tables.snapshot()
 
     def forget_moved(self, located: Located) -> None:
@@ -91,6 +107,16 @@ class LastUpdate:
     def forget(self) -> None:
         """Release what is kept."""
         self.before, self._removed = {}, {}
+
+
+def _most_bytes(tensors: Sequence[Tensor], removed: BlockMask, rows: Tensor) -> Tensor:
+    """Return an upper bound for the bytes that an update removes from a shard: the elements of
+    these blocks, and of state by row these rows. An int64 scalar on the device of the mask."""
+    rect = removed.rect
+    elements = (removed.blocks - bit_total(removed.bits)) * math.prod(removed.block)
+    by_element = sum(each.element_size() for each in tensors if each.numel() == rect.numel)
+    by_row = sum(each.element_size() for each in tensors if each.numel() == rect.rows)
+    return elements * by_element + rows.sum() * by_row
 
 
 def _on_host(values: Tensor, staging: Staging) -> Tensor:
