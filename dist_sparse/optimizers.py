@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.utils._pytree import tree_leaves
 
 from dist_sparse.tables.memory import ByMemory, local, same_storage
@@ -86,7 +86,9 @@ def state_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> dict[st
     first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
     last = first + weight.numel()
     width = math.prod(here.shape[1:])
-    for name, value in optimizer.state.get(parameter, {}).items():
+    # A parameter of some of the weight's elements tells nothing about the others.
+    held = optimizer.state.get(parameter, {}) if 0 <= first <= last <= here.numel() else {}
+    for name, value in held.items():
         if not isinstance(value, Tensor):
             continue
         state = local(value)
@@ -314,17 +316,25 @@ def plain_records(
             optimizer, parameter = stepped[index]
             known = record_of(optimizer, parameter, weight)
             of_each.append(known)
-            if isinstance(known, str) and optimizer.state.get(parameter):
-                # Its state shows that it has stepped the weight: other records miss its rows.
+            if isinstance(known, str) and not _is_idle(optimizer, parameter):
+                # The records of other optimizers miss its rows.
                 of_each = [known]
                 break
         found.append((weight, _joined(of_each)))
     return found
 
 
+def _is_idle(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Return whether the state of an optimizer shows that it has never stepped a parameter."""
+    # SGD without momentum keeps no state, and LBFGS keeps it for its first parameter alone.
+    is_stateless = type(optimizer) in (SGD, LBFGS) and not optimizer.defaults.get("momentum")
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    return is_of_torch and not is_stateless and not optimizer.state.get(parameter)
+
+
 def _joined(of_each: Sequence[Known]) -> Known:
     """Return the record of a weight that several optimizers list. One without a record does not
-    count: it may never step the weight."""
+    count: it has never stepped the weight."""
     if not of_each:
         return NOT_STEPPED
     known = [record for record in of_each if isinstance(record, LookupRecord)]
@@ -364,8 +374,8 @@ def record_of(optimizer: Optimizer, parameter: Tensor, weight: Tensor) -> Known:
             return f"the state of {kind} has another shape or order than its weights"
         # It has not stepped the parameter yet, or its state was not loaded.
         return _untouched(weight)
-    if "exp_avg" not in names and state[names[0]][0].dtype == torch.float16:
-        return f"the state of {kind} is float16, where squares of small gradients are 0"
+    if state[names[0]][0].dtype == torch.float16:
+        return f"the state of {kind} is float16, where small gradients, and their squares, are 0"
     steps = optimizer.state[parameter].get("step")
     return LookupRecord(
         rows=len(weight),

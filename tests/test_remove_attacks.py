@@ -3,6 +3,7 @@ keep their values, and outputs on the training data stay the same, bit for bit. 
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -328,6 +329,37 @@ def test_tied_weights() -> None:
     optimizer.step()
     remove_untouched(model, optimizer, trust_record=True)
     assert rows_left(model.item) == [1, 2, 7]
+
+
+def test_a_padding_row_of_the_second_of_tied_modules() -> None:
+    """The first one has none; the second returns the row, and it gets no gradient."""
+    model = Tied(nn.Embedding(50, 8, padding_idx=3))
+    optimizer = adam(model.parameters())
+    ids = torch.tensor([1, 2]), torch.tensor([7, 3])
+    model(*ids).sum().backward()
+    optimizer.step()
+    before = model(*ids)
+    remove_untouched(model, optimizer, trust_record=True)
+    # The first module's lookups have trained row 3 neither.
+    assert rows_left(model.item) == [1, 2, 3, 7]
+    assert torch.equal(model(*ids), before)
+
+
+def test_optimizers_that_are_made_again_take_their_records_with_them() -> None:
+    """One for each epoch: rows of the last one alone would stay."""
+    model = nn.EmbeddingBag(50, 8)
+    advanced = Advanced(min_rows=0, trust_record=True)
+    optimizer = adam(model.parameters())
+    sparse = sparsify(model, optimizer, level="untouched", end=0, advanced=advanced)
+    for epoch in range(2):
+        # The first one stays: sparsify() holds it.
+        optimizer = adam(model.parameters())
+        model(torch.tensor([[10 + epoch, 20 + epoch]])).sum().backward()
+        optimizer.step()
+    gc.collect()
+    with sparse, pytest.raises(ValueError, match="an optimizer that has stepped it exists no more"):
+        sparse.step()
+    assert len(rows_left(model)) == 50
 
 
 def test_a_tied_output_layer_reads_every_row() -> None:

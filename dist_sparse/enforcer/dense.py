@@ -273,6 +273,11 @@ REPLICATED = (
     " dense_optimizer])."
 )
 
+_LOST = (
+    "an optimizer that has stepped it exists no more: keep one for the whole training, or count"
+    " lookups"
+)
+
 # Targets that an optimizer steps, each with the optimizer's parameter.
 _Pairs = list[tuple[Target, Tensor]]
 
@@ -285,6 +290,7 @@ class DenseWeights:
         given: optimizers as the caller has them, wrapped or not.
         clock: adds up the time of the hooks.
         before_read: called before a module that holds a target reads it.
+        lost: gets the names of targets that an optimizer has stepped which exists no more.
 
     Raises:
         ValueError: a part of ``given`` is not an optimizer.
@@ -299,8 +305,12 @@ class DenseWeights:
         given: Sequence[Any],
         clock: Clock,
         before_read: Callable[[], None],
+        lost: set[str],
     ) -> None:
         self.targets, self.clock, self._before_read = targets, clock, before_read
+        self._lost = lost
+        # The names of the targets that each optimizer has stepped.
+        self._written: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()
         self._hooks = Hooks()
         self._optimizers = [*leaves(given)]
         self._targets_at = same_storage([target.weight for target in self.targets])
@@ -410,7 +420,11 @@ class DenseWeights:
 
     def records(self) -> list[tuple[Tensor, Known]]:
         """Return the weights of the targets, each with its record."""
-        return plain_records(self._stepped, [target.weight for target in self.targets])
+        known = plain_records(self._stepped, [target.weight for target in self.targets])
+        for i, target in enumerate(self.targets):
+            if target.name in self._lost:
+                known[i] = target.weight, _LOST
+        return known
 
     def find_targets(self, optimizer: Optimizer) -> _Pairs:
         """Return the targets that an optimizer steps, each with the optimizer's parameter. Attach
@@ -449,10 +463,17 @@ class DenseWeights:
 
     @timed
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        for target, parameter in self.find_targets(optimizer):
+        pairs = self.find_targets(optimizer)
+        for target, parameter in pairs:
             # Torch's optimizers do not write a parameter without a gradient.
             if target.dirty or parameter.grad is not None:
                 target.clean(step_rows(optimizer, parameter))
+        names = self._written.get(optimizer)
+        if names is None:
+            names = self._written[optimizer] = set()
+            # Its state is the record of the rows that it has stepped, and goes with it.
+            weakref.finalize(optimizer, self._lost.update, names).atexit = False
+        names.update([target.name for target, _ in pairs])
 
 
 # All instances with attached hooks. Weak: the hooks on modules and optimizers keep them alive.

@@ -9,7 +9,6 @@ zeroed right after the step (:mod:`~dist_sparse.enforcer.dense`). The cost grows
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,14 +35,11 @@ from dist_sparse.masking.kept_scores import Written
 from dist_sparse.messages import cut
 from dist_sparse.optimizers import Known, State
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.masks import NO_ENFORCER, Enforcer
+from dist_sparse.sparsifiers.masks import ATTACHED, NO_ENFORCER, Enforcer
 from dist_sparse.tables.memory import ByMemory, same_storage
 from dist_sparse.tables.modules import batches_of, collections_of, torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
-
-# All attached enforcers, so that no weight gets two masks.
-_attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -134,6 +130,8 @@ class MaskEnforcer(Enforcer):
         self._states_before: list[WeightState] = []
         # Whether weights were loaded since they were last cleaned.
         self._loaded = False
+        # The weights whose record is lost, by name: an optimizer that stepped them is gone.
+        self._lost: set[str] = set()
 
     def __repr__(self) -> str:
         names = number_of(len(self._sparsifier.data_groups), "name")
@@ -190,7 +188,7 @@ class MaskEnforcer(Enforcer):
             self._forget_weights()
             raise
         masks.enforcer = self
-        _attached.add(self)
+        ATTACHED.add(self)
         return self
 
     def detach(self) -> None:
@@ -204,7 +202,7 @@ class MaskEnforcer(Enforcer):
                 self._forget_weights()
                 masks = self._sparsifier.masks
                 masks.enforcer = NO_ENFORCER
-                _attached.discard(self)
+                ATTACHED.discard(self)
 
     def _forget_weights(self) -> None:
         # A detached enforcer keeps no model alive.
@@ -374,6 +372,11 @@ class MaskEnforcer(Enforcer):
         known = self._known_lookups
         return [module for module in known if lookups_of(module) != known[module]]
 
+    def mark_all(self) -> None:
+        """Take any row of the tables with fused optimizers for written."""
+        for batch in self._batches:
+            batch.mark_all()
+
     def _replaced(self) -> bool:
         """Whether a model has replaced the storage of a weight that plain optimizers step."""
         return any(dense.replaced for dense in self._dense)
@@ -414,7 +417,7 @@ class MaskEnforcer(Enforcer):
             *packed_targets(tables, modules, stepped),
             *plain_targets(self._sparsifier.masks.plain),
         ]
-        dense = DenseWeights(targets, self.optimizers, self.clock, self._before_read)
+        dense = DenseWeights(targets, self.optimizers, self.clock, self._before_read, self._lost)
         if check:
             _check_not_compiled(walked.paths, [*collections, *dense.owners])
             dense.check_stepped({name: data.sharding for name, data in walked.located.items()})
@@ -523,19 +526,18 @@ class MaskEnforcer(Enforcer):
         self._sparsifier.masks.forget_update()
         self._loaded = True
         # Masks may be loaded after weights: nothing is zeroed before the next read.
-        for batch in self._batches:
-            batch.mark_all()
+        self.mark_all()
 
 
 def settle_all(weights: Sequence[Tensor]) -> None:
     """Settle every attached enforcer that masks some of these weights. Local."""
     # A list: weak references may die during the loop.
-    for enforcer in list(_attached):
+    for enforcer in list(ATTACHED):
         if _masked_by(enforcer, weights):
             enforcer.settle()
 
 
-def _masked_by(enforcer: MaskEnforcer, weights: Sequence[Tensor]) -> list[int]:
+def _masked_by(enforcer: Enforcer, weights: Sequence[Tensor]) -> list[int]:
     """Return the indices of the weights that share memory with weights that an enforcer masks."""
     find = same_storage(weights)
     return [i for _, masked in enforcer.weights() for i in find(masked)]
@@ -555,7 +557,7 @@ def refuse_masked(
     """
     tensors = [weight for _, weight in weights]
     masked: list[int] = []
-    for enforcer in set(_attached) - {but}:
+    for enforcer in set(ATTACHED) - {but}:
         masked += _masked_by(enforcer, tensors)
     if masked:
         # The first one: the set has another order on each rank.

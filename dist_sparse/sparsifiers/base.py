@@ -243,6 +243,7 @@ class BaseDataSparsifier(MaskUpdater):
         as long as a mask update. After it, any row counts as written."""
         for data in self.masks.tables.current().values():
             self.masks.tables.apply(data)
+        self.masks.note_write()
         self.masks.enforcer.renew()
 
     # Inspection: nothing below changes a mask or a weight. Collective methods first check that all
@@ -394,6 +395,7 @@ class BaseDataSparsifier(MaskUpdater):
             packed.drop(name)
             del self.data_groups[name]
         self.masks.forget_update()
+        self.masks.note_write()
         self.masks.enforcer.renew()
 
     def state_dict(self) -> dict[str, Any]:

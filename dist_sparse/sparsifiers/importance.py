@@ -341,7 +341,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             else:
                 self._take_record(data)
             if name not in self._totals:
-                raise ValueError(_no_sums_of(data))
+                raise ValueError(_no_sums_of(data, self._records(data)))
 
     def sums(self) -> Sums:
         """Return the squared gradients that Adagrad has summed, and their initial value, by weight.
@@ -368,7 +368,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         )
 
 
-def _no_sums_of(data: ShardedData) -> str:
+def _no_sums_of(data: ShardedData, reason: object) -> str:
+    """Return why a table has no score; ``reason``: why it has no record of what was read."""
     way = "Use score='norm', or 'frequency' for a fused table."
     if data.sharding == "data_parallel":
         way = (
@@ -379,7 +380,7 @@ def _no_sums_of(data: ShardedData) -> str:
     return (
         f"Table {data.name!r}: no Adagrad steps it, so there are no sums of squared gradients."
         f" {way} level='untouched' needs Adagrad, Adam or RMSprop without weight decay, AdamW, or"
-        " score='frequency'."
+        f" score='frequency': {reason}."
     )
 
 

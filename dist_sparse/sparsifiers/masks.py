@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -84,9 +84,19 @@ class Enforcer:
     def renew(self) -> None:
         """Called after masks were replaced or squashed: look everything up again and zero it."""
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the registered weights by name, live."""
+        return iter(())
+
+    def mark_all(self) -> None:
+        """Called after something else has written weights: any row may have been written."""
+
 
 NO_ENFORCER = Enforcer()
 """Stands in while no enforcer is attached."""
+
+ATTACHED: WeakSet[Enforcer] = WeakSet()
+"""All attached enforcers, of all sparsifiers: no weight gets two masks."""
 
 
 class Rotator(Protocol):
@@ -315,6 +325,14 @@ class Masks:
     def rotated_groups(self) -> Sequence[Sequence[str]]:
         """The rotated tables, grouped as they are rotated together; none if nothing is rotated."""
         return () if self.rotation is None else self.rotation.groups
+
+    def note_write(self) -> None:
+        """Tell attached enforcers that weights were written. An enforcer of this sparsifier knows:
+        without one, another sparsifier may have one on the same kernels."""
+        if self.enforcer is NO_ENFORCER:
+            # A list: weak references may die during the loop.
+            for enforcer in list(ATTACHED):
+                enforcer.mark_all()
 
     def forget_update(self) -> None:
         """Release what is kept of the last mask update: masks or weights are being replaced in

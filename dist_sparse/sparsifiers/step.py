@@ -153,6 +153,7 @@ def update_masks(sparsifier: MaskUpdater) -> None:
                 else:
                     masks.undo.keep(masks, located, new_masks)
             finish(lambda: _zero_removed(packed, located, new_masks))
+            masks.note_write()
             for name, new in new_masks.items():
                 packed.replace(located[name], new)
             finish(masks.enforcer.end_step)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -328,6 +328,8 @@ class _Walk:
         # By id. None counts as seen: a module without a bias has it there.
         self._seen_dense = {id(None)}
         self._table_weights: set[int] = set()
+        # The padding rows of each weight; several embeddings may share one.
+        self._padding: dict[int, list[int]] = defaultdict(list)
         self._port = torchrec_port()
 
     def entries_in(self, model: nn.Module) -> list[_Entry]:
@@ -382,7 +384,11 @@ class _Walk:
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if is_embedding:
             # A parametrized embedding has no such parameter: any id without meaning will do.
-            self._table_weights.add(id(module._parameters.get(weight_name(module), module)))
+            weight = id(module._parameters.get(weight_name(module), module))
+            self._table_weights.add(weight)
+            # An EmbeddingBag leaves padding out: its row is never read.
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                self._padding[weight].append(module.padding_idx)
         return is_embedding
 
     def _refusal(self, module: nn.Module) -> str | None:
@@ -407,7 +413,7 @@ class _Walk:
         if weight is None or id(weight) not in self._seen:
             self._seen.add(id(weight))
             fqn = _join(at.path, attribute)
-            locate = partial(_replicated, at, attribute, fqn, more)
+            locate = partial(_replicated, at, attribute, fqn, more, self._padding[id(weight)])
             yield _Entry(name, path, fqn, at, locate)
 
     def _dense_parameters(self, at: _Visit) -> Iterator[_Entry]:
@@ -419,7 +425,7 @@ class _Walk:
             self._seen_dense.add(id(parameter))
             fqn = _join(at.path, name)
             label = fqn.replace(".", "/")
-            locate = partial(_replicated, at, name, fqn, {})
+            locate = partial(_replicated, at, name, fqn, {}, ())
             yield _Entry(label, "", fqn, at, locate, parameter)
 
 
@@ -428,7 +434,13 @@ def _sharded_table(module: nn.Module, table: str, fqn: str, name: str, read: _Re
 
 
 def _replicated(
-    at: _Visit, attribute: str, fqn: str, more: Mapping[str, Any], name: str, _: _Read
+    at: _Visit,
+    attribute: str,
+    fqn: str,
+    more: Mapping[str, Any],
+    padding: Sequence[int],
+    name: str,
+    _: _Read,
 ) -> ShardedData:
     """Return the data of a parameter that every rank of the DDP around it holds whole, or this rank
     alone."""
@@ -441,9 +453,7 @@ def _replicated(
     assert parameter is not None
     # Of .data: autograd must not see that masks are applied.
     view = parameter.data.view(matrix_shape(parameter.shape))
-    # An EmbeddingBag leaves padding out: its row is never read.
-    padding = at.module.padding_idx if isinstance(at.module, nn.Embedding) else None
-    return whole(name, view, ranks, fqn=fqn, padding=padding, **more)
+    return whole(name, view, ranks, fqn=fqn, padding=tuple(padding), **more)
 
 
 def _reason_against(parameter: Any, dims: Sequence[int]) -> str | None:

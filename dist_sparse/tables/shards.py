@@ -101,7 +101,7 @@ class ShardedData:
             dedup).
         drawn: the bounds of the uniform distribution that its initial values are drawn from; None
             where another initializer is used, or none is known.
-        padding: the row of the ``padding_idx`` of an ``nn.Embedding``; None without one.
+        padding: the rows of the ``padding_idx`` of each ``nn.Embedding`` that holds it.
     """
 
     name: str
@@ -117,7 +117,7 @@ class ShardedData:
     copied: bool = False
     merges_ids: bool = False
     drawn: tuple[float, float] | None = None
-    padding: int | None = None
+    padding: tuple[int, ...] = ()
 
     @property
     def holders(self) -> tuple[int, ...]:
@@ -140,12 +140,15 @@ class ShardedData:
 
     def with_padding(self, shard: Shard, read: Tensor) -> Tensor:
         """Return which rows of a shard lookups read, bool ``(rows,)``: the rows that a record has
-        seen, and the padding row unless it is zeros. Lookups return the padding row, and no
-        gradient reaches it. A record that has seen no row stays empty."""
-        # Only a table that each rank holds whole has such a row.
-        if self.padding is None or not read.any() or not shard.tensor[self.padding].any():
+        seen, and padding rows unless they are zeros. Lookups return a padding row, and no gradient
+        reaches it. A record that has seen no row stays empty."""
+        if not self.padding or not read.any():
             return read
-        return read | (torch.arange(len(read), device=read.device) == self.padding)
+        read = read.clone()
+        # Only a table that each rank holds whole has such rows.
+        for row in self.padding:
+            read[row] |= shard.tensor[row].any()
+        return read
 
     @property
     def device(self) -> torch.device:

@@ -21,7 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dist_sparse import Advanced, DataNormSparsifier, export, load_served, sparsify
+from dist_sparse import (
+    Advanced,
+    DataNormSparsifier,
+    export,
+    load_served,
+    remove_untouched,
+    sparsify,
+)
 from dist_sparse.cli.main import main
 from dist_sparse.serving import chain, sources
 from dist_sparse.serving.artifact import open_artifact
@@ -420,6 +427,32 @@ def test_a_record_that_one_rank_lacks_is_not_used(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         merge(base.path, delta.path, out=tmp_path / "merged")
         assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
+    sparse.detach()
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("how", ["remove_untouched", "step", "squash_mask"])
+def test_rows_that_another_sparsifier_zeroes_are_in_the_delta(how: str, tmp_path: Path) -> None:
+    """It has no enforcer, and writes where no optimizer does."""
+    cell = trained_cells(1)["row_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    options: Any = {"level": 0.2, "end": 6, "every": 2, "advanced": Advanced(min_rows=0)}
+    sparse = sparsify(model, optimizer, **options)
+    learn(model, optimizer, cell, 0)
+    base = export(model, sparse, tmp_path / "base")
+    if how == "remove_untouched":
+        remove_untouched(model, trust_record=True)
+    else:
+        other = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape="row")
+        other.add_model(model)
+        other.step()
+        if how == "squash_mask":
+            other.squash_mask()
+    delta = export(model, sparse, tmp_path / "delta", since=base)
+    export(model, sparse, tmp_path / "full")
+    merge(base.path, delta.path, out=tmp_path / "merged")
+    assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
     sparse.detach()
 
 
