@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import kernels_on
+from dist_sparse.masking.device import Kernels, kernels_on
 from dist_sparse.masking.masks import (
     WORDS,
     BlockMask,
@@ -111,7 +111,7 @@ def _feature_of_each(ids: Tensor, ends: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class KeptIds:
-    """The ids of kept rows among the ids of a lookup.
+    """The ids of kept rows among the ids of a lookup: on a CPU, and on a device without kernels.
 
     Args:
         kept: which rows are kept, bool ``(rows,)``, by the number of the table. Other tables keep
@@ -131,9 +131,6 @@ class KeptIds:
         if not (ids.is_cpu or isinstance(ends, Tensor)):
             # If batch sizes differ between features, the host knows the ends.
             ends = sent(ends, ids.device)
-        if not ids.is_cpu and self._kernel is not None:
-            found: Tensor = self._kernel.flags(ids, ends)
-            return found
         if isinstance(ends, Tensor):
             concatenated, starts, rows = self._concatenated
             # The first entry is for ids before the first feature.
@@ -148,6 +145,15 @@ class KeptIds:
             torch.index_select(kept, 0, rows, out=flags[span])
         return flags
 
+    def weights(self, ids: Tensor, ends: Ends, given: Tensor | None) -> Tensor:
+        """Return the weights of the ids, 0 for removed rows; gradients flow back to ``given``.
+
+        Args:
+            given: the weights so far, ``(n,)``; None for 1 in float32.
+        """
+        flags = self.flags(ids, ends)
+        return flags.float() if given is None else torch.where(flags, given, 0)
+
     def select(self, features: Any) -> Any:
         """Return a KeyedJaggedTensor of the kept ids in ``features`` and their weights, on a CPU.
         Gradients flow back to all weights, 0 to the weights of dropped ids.
@@ -160,10 +166,6 @@ class KeptIds:
         except IndexError:
             return features
         return loaded_torchrec().select_ids(features, chosen)
-
-    @cached_property
-    def _kernel(self) -> Any:
-        return _one_launch(self.kept, self.features)
 
     @cached_property
     def _concatenated(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,20 +188,6 @@ class KeptIds:
         return torch.cat(flags), sent(starts, device), sent(rows, device)
 
 
-def _one_launch(tensors: Mapping[int, Tensor], features: Sequence[int]) -> Any:
-    """Return the kernel for tensors of tables with an element for each row; None where there is no
-    kernel, or the tensors have several types."""
-    kinds = {(each.device, each.dtype) for each in tensors.values()}
-    if len(kinds) != 1:
-        return None
-    [(device, _)] = kinds
-    kernels = kernels_on(device)
-    if kernels is None:
-        return None
-    # None for the features of other tables.
-    return kernels.TritonLookups([tensors.get(table) for table in features])
-
-
 class CountedLookups:
     """Counts of the lookups of each row, for scores that use them.
 
@@ -213,7 +201,14 @@ class CountedLookups:
         # Lookups that can be counted before a count might overflow: counts that were loaded or
         # moved may be the largest already.
         self._room = 0
-        self._kernel = _one_launch(counts, features)
+        # None too where some counts are int32 and others float64.
+        self._kernel: Any = None
+        kinds = {(each.device, each.dtype) for each in counts.values()}
+        if len(kinds) == 1:
+            [(device, _)] = kinds
+            kernels = kernels_on(device)
+            if kernels is not None:
+                self._kernel = kernels.TritonCounts([counts.get(table) for table in features])
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count the lookups of one forward."""
@@ -245,56 +240,67 @@ class SampledLookups:
     def __init__(self, features: Sequence[int]) -> None:
         self._features = features
         self._held: Mapping[int, Held] = {}
+        self._weighed: Set[int] = frozenset()
         self._removed: dict[int, Tensor] = {}
-        self._kept: KeptIds | None = None
+        self._kernel: Any = None
         self._forwards = 0
 
-    def use(self, held: Mapping[int, Held]) -> None:
-        """Take masks and sums, by the number of the table."""
+    def use(self, held: Mapping[int, Held], weighed: Set[int] = frozenset()) -> None:
+        """Take masks and sums.
+
+        Args:
+            held: by the number of the table.
+            weighed: the tables whose ids of removed rows get the weight 0.
+        """
+        if weighed != self._weighed:
+            self._weighed = weighed
+            self._kernel = None
         if held != self._held:
             self._held = held
             self._removed = {}
-            self._kept = None
+            self._kernel = None
             self._forwards = 0
 
     def counts_forward(self) -> bool:
         """Count this forward, and return whether its lookups are to be added."""
         # Lookups of an evaluation do not count as traffic.
-        if not torch.is_grad_enabled():
+        if not self._held or not torch.is_grad_enabled():
             return False
         counted = self._forwards % EVERY == 0
         self._forwards += 1
         return counted
 
+    def weights(self, ids: Tensor, ends: Ends, given: Tensor | None) -> Tensor:
+        """Count one forward, and return the weights of its ids as :meth:`KeptIds.weights`, on a
+        device with kernels: in one launch."""
+        weights: Tensor = self._kernel_on(ids.device).weights(ids, ends, given)
+        return weights
+
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count one forward."""
+        if not ids.is_cpu:
+            kernel = self._kernel_on(ids.device)
+            if kernel is not None:
+                kernel.sample(ids, ends)
+                return
         # Once for each mask, and not in use(): an evaluation must not pay for it.
         if not self._removed:
             self._removed = {table: shard.mask.dead_rows() for table, shard in self._held.items()}
-        if isinstance(ends, Tensor) and self._removed:
-            self._add_on_device(ids, ends)
-            return
         for table, rows, belongs in rows_by_feature(self._removed, self._features, ids, ends):
             removed = self._removed[table].index_select(0, rows) & belongs
             self._held[table].samples.add_(torch.stack([belongs.sum(), removed.sum()]))
 
-    def _add_on_device(self, ids: Tensor, ends: Tensor) -> None:
-        """Count with launches whose number does not grow with the features."""
-        if self._kept is None:
-            kept = {table: ~removed for table, removed in self._removed.items()}
-            self._kept = KeptIds(kept, self._features)
-        # One more place, for features of other tables.
-        places = {table: place for place, table in enumerate(self._removed)}
-        of_table = [places.get(table, len(places)) for table in self._features]
-        removed = (~self._kept.flags(ids, ends)).cumsum(0)
-        # Of the ids before each end.
-        ends = ends.long().clamp(max=ids.numel())
-        before = torch.nn.functional.pad(removed, (1, 0)).index_select(0, ends)
-        of_features = torch.stack([ends, before]).diff(dim=1)
-        sums = of_features.new_zeros(2, len(self._held) + 1)
-        sums.index_add_(1, sent(of_table, ids.device), of_features)
-        samples = [held.samples for held in self._held.values()]
-        torch._foreach_add_(samples, [*sums[:, :-1].T.contiguous().unbind()])
+    def _kernel_on(self, device: torch.device) -> Any:
+        """Return the kernel that counts, and weighs ids too; None where there is none."""
+        kernels = kernels_on(device)
+        # Once for each mask, as in add().
+        if self._kernel is None and kernels is not None:
+            sampled = {
+                table: (held.mask, held.samples, table in self._weighed)
+                for table, held in self._held.items()
+            }
+            self._kernel = kernels.TritonLookups(list(map(sampled.get, self._features)))
+        return self._kernel
 
 
 # Dirty rows.
@@ -497,6 +503,7 @@ class ZeroedRows:
 
     Attributes:
         removing: the registered tables whose masks remove something.
+        kernels: of the device, None where torch's operations run.
         any_dirty: rows were flagged since all were last cleaned.
         revived: a write of unknown rows may have made any removed weight nonzero. Tables whose rows
             are not flagged have no other sign of such a write.
@@ -507,6 +514,7 @@ class ZeroedRows:
         self._device = device
         self.removing: MaskedShards = {}
         self._flags: dict[int, RowFlags] = {}
+        self.kernels: Kernels | None = None
         self._cleaner: Any = None
         self.any_dirty = self.revived = False
 
@@ -527,12 +535,12 @@ class ZeroedRows:
             self._flags = {
                 table: RowFlags(len(shard.weight), self._device) for table, shard in cleaned.items()
             }
-        kernels = kernels_on(self._device)
-        if kernels is None:
+        self.kernels = kernels_on(self._device)
+        if self.kernels is None:
             self._cleaner = HostRowCleaner(cleaned, self._flags, self._features)
         else:
             found = {table: (*shard, self._flags[table].flags) for table, shard in cleaned.items()}
-            self._cleaner = kernels.TritonRowCleaner(list(map(found.get, self._features)))
+            self._cleaner = self.kernels.TritonRowCleaner(list(map(found.get, self._features)))
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
         """Clean the rows that a lookup is about to read."""

@@ -28,10 +28,10 @@ def kernels() -> Any:
         return None
     from dist_sparse.extras.device.flat_scores import FlatScores
     from dist_sparse.extras.device.kernels import Pruning, prune
-    from dist_sparse.extras.device.row_kernels import TritonLookups, TritonRowCleaner
+    from dist_sparse.extras.device.row_kernels import TritonCounts, TritonLookups, TritonRowCleaner
     from dist_sparse.masking.device import Kernels
 
-    return Kernels(FlatScores, Pruning, prune, TritonRowCleaner, TritonLookups)
+    return Kernels(FlatScores, Pruning, prune, TritonRowCleaner, TritonLookups, TritonCounts)
 
 
 def commands() -> list[Command]:

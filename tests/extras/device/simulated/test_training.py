@@ -10,9 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from dist_sparse.enforcer.rows import EVERY, KeptIds
-from dist_sparse.extras.device import flat_scores
+from dist_sparse.enforcer.rows import EVERY
+from dist_sparse.extras.device import flat_scores, row_kernels
 from dist_sparse.masking import device as device_module
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.tables.shards import Rect
 from tests.extras.device.simulated.account import Spent
 from tests.extras.device.simulated.ceilings import (
     FIRST_STEP,
@@ -216,9 +218,10 @@ def test_scores_that_are_not_finite_are_refused(name: str, bits: int) -> None:
 
 def test_ids_of_features_with_batches_of_different_sizes() -> None:
     """The host knows where their ids end."""
-    kept = torch.tensor([True, False, True])
+    mask = BlockMask(Rect(0, 0, 3, 4), (1, 4), cuda(torch.tensor([0b101], dtype=torch.uint8)))
     with on_device():
-        found = KeptIds({0: cuda(kept)}, [0, 1]).flags(cuda(torch.tensor([1, 0, 2, 1])), [0, 3, 4])
+        kept = row_kernels.TritonLookups([(mask, None, True), None])
+        found = kept.flags(cuda(torch.tensor([1, 0, 2, 1])), [0, 3, 4])
         assert found.is_cuda
         assert inner(found).tolist() == [False, True, True, True]
 
