@@ -467,13 +467,6 @@ class BlockMask:
         # If the size were not given, torch would wait for the device to sum the repeats.
         return dead.repeat_interleave(repeats, output_size=self.rect.rows)
 
-    def kept_rows(self) -> Tensor:
-        """Return the rows of the shard in which the mask keeps anything, packed: uint8
-        ``(ceil(rect.rows / 8),)``, perhaps the mask's own bits."""
-        if self.grid.cols == 1 and self.block[0] == 1:
-            return self.bits
-        return pack(~self.dead_rows())
-
     def _dead_block_rows(self) -> Tensor:
         """Return the rows of blocks of which the mask keeps nothing: bool ``(grid.rows,)``."""
         if self.grid.cols % 8:

@@ -186,7 +186,7 @@ class LookupFields(NamedTuple):
     """What :func:`visit_lookups` knows of one feature, in the order in which it reads it. The
     defaults are for a feature whose table has no mask and is not counted."""
 
-    # Address of the counts of the rows, or of the packed bits of kept rows.
+    # Address of the counts of the rows, of bits of kept rows, or of flags of removed rows.
     address: int = 0
     rows: int = 0
     # Address of the numbers of all lookups and of lookups of removed rows.
@@ -216,7 +216,7 @@ class TritonCounts:
         """Add 1 to the counts of the rows that ids name; arguments as of
         :meth:`TritonRowCleaner.clean_read`."""
         kind = tl.int32 if self._alive[0].dtype == torch.int32 else tl.float64
-        _visit_lookups(ids, ends, self._table, kind=kind)
+        _visit_lookups(ids, ends, self._table, TYPE=kind)
 
 
 class TritonLookups:
@@ -231,26 +231,28 @@ class TritonLookups:
     """
 
     def __init__(self, features: Sequence[tuple[Any, Tensor | None, bool] | None]) -> None:
-        self._alive: list[Tensor] = []
-        self._samples = False
-        kept: dict[int, Tensor] = {}
-        fields = []
+        given = [feature for feature in features if feature is not None]
+        self._samples = any(samples is not None for _, samples, _ in given)
+        # Nearly all masks of whole rows have a bit for each row. It stays in the cache, where a
+        # byte for each row may not.
+        self._packed = all(mask.grid.cols == mask.block[0] == 1 for mask, _, _ in given)
+        self._alive = [samples for _, samples, _ in given if samples is not None]
+        # Once for each table, which may have several features.
+        rows: dict[int, Tensor] = {}
+        for mask, _, _ in given:
+            if id(mask) not in rows:
+                rows[id(mask)] = mask.bits if self._packed else mask.dead_rows()
+        self._alive += rows.values()
+        known: list[int] = []
         for feature in features:
-            if feature is None:
-                fields.append(LookupFields())
-                continue
-            mask, samples, weighed = feature
-            # Once for each table, which may have several features.
-            if id(mask) not in kept:
-                kept[id(mask)] = mask.kept_rows()
-            bits, address = kept[id(mask)], 0
-            # The kernel knows both by their addresses.
-            self._alive.append(bits)
-            if samples is not None:
-                self._samples, address = True, samples.data_ptr()
-                self._alive.append(samples)
-            fields.append(LookupFields(bits.data_ptr(), mask.rect.rows, address, weighed))
-        self._table = sent([*chain(*fields)], self._alive[0].device)
+            fields = LookupFields()
+            if feature is not None:
+                mask, samples, weighed = feature
+                address = 0 if samples is None else samples.data_ptr()
+                of_rows = rows[id(mask)].data_ptr()
+                fields = LookupFields(of_rows, mask.rect.rows, address, weighed)
+            known += fields
+        self._table = sent(known, self._alive[0].device)
 
     def flags(self, ids: Tensor, ends: Sequence[int] | Tensor) -> Tensor:
         """Return which ids keep their weight, bool ``(n,)``; True for ids of no feature."""
@@ -282,7 +284,8 @@ class TritonLookups:
         out: Tensor | None = None,
         given: Tensor | None = None,
     ) -> None:
-        _visit_lookups(ids, ends, self._table, out, given, samples=self._samples)
+        options = {"SAMPLES": self._samples, "PACKED": self._packed}
+        _visit_lookups(ids, ends, self._table, out, given, **options)
 
 
 def _visit_lookups(
@@ -292,8 +295,9 @@ def _visit_lookups(
     out: Tensor | None = None,
     given: Tensor | None = None,
     *,
-    kind: Any = None,
-    samples: bool = False,
+    TYPE: Any = None,
+    SAMPLES: bool = False,
+    PACKED: bool = False,
 ) -> None:
     count = ids.numel()
     if count == 0:
@@ -312,8 +316,9 @@ def _visit_lookups(
             given if given is None else given.contiguous(),
             FIELDS=len(LookupFields._fields),
             STEPS=(features - 1).bit_length(),
-            TYPE=kind,
-            SAMPLES=samples,
+            TYPE=TYPE,
+            SAMPLES=SAMPLES,
+            PACKED=PACKED,
             IDS=_TILE,
             num_warps=4,
         )
@@ -437,11 +442,13 @@ def visit_lookups(
     STEPS: tl.constexpr,
     TYPE: tl.constexpr,
     SAMPLES: tl.constexpr,
+    PACKED: tl.constexpr,
     IDS: tl.constexpr,
 ) -> None:
     """Add 1 to the counts of type TYPE of the rows that ids name. Without a TYPE, write to ``out``
     what each id weighs: 0 if it names a removed row of a table whose ids are weighed, else what it
     weighs in ``given``, or 1. ``out`` may be None, as ``given``. Add to the samples (SAMPLES).
+    A row has a bit, which is 1 if it is kept (PACKED), or a byte, which is 1 if it is removed.
 
     The numbers added to ``info`` are the positions of the fields of :class:`LookupFields`.
     """
@@ -466,9 +473,12 @@ def visit_lookups(
         one = tl.full([IDS], 1, dtype=TYPE)
         tl.atomic_add(address.to(tl.pointer_type(TYPE)) + row, one, mask=known, sem="relaxed")
     else:
-        bits = address.to(tl.pointer_type(tl.uint8))
-        byte = tl.load(bits + (row >> 3), mask=known, other=0xFF).to(tl.int32)
-        kept = ((byte >> (row & 7).to(tl.int32)) & 1) != 0
+        flags = address.to(tl.pointer_type(tl.uint8))
+        if PACKED:
+            byte = tl.load(flags + (row >> 3), mask=known, other=0xFF).to(tl.int32)
+            kept = ((byte >> (row & 7).to(tl.int32)) & 1) != 0
+        else:
+            kept = tl.load(flags + row, mask=known, other=0) == 0
         if SAMPLES:
             # Additions to one address wait for each other: there are two or three for each feature
             # of the tile, instead of one for each id. The last id of a feature adds what the tile

@@ -143,18 +143,19 @@ def kernels_of_rows() -> dict[str, Compiled]:
     )
 
     found = {}
-    for name, kind, samples, tensors in (
-        ("flags", None, False, {"out": "*u8"}),
-        ("weights", None, False, {"out": "*fp32"}),
-        ("given weights", None, False, {"out": "*fp32", "given": "*fp32"}),
-        ("weights, sampled", None, True, {"out": "*fp32"}),
-        ("sample", None, True, {}),
-        ("count", tl.int32, False, {}),
+    weights = {"out": "*fp32"}
+    for name, tensors, does in (
+        ("flags", {"out": "*u8"}, {"PACKED": True}),
+        ("weights", weights, {"PACKED": True}),
+        ("given weights", {**weights, "given": "*fp32"}, {"PACKED": True}),
+        ("weights, sampled", weights, {"PACKED": True, "SAMPLES": True}),
+        ("sample", {}, {"SAMPLES": True}),
+        ("count", {}, {"TYPE": tl.int32}),
     ):
         arguments = {"ids": "*i64", "count": "i32", "ends": "*i64", "stride": "i32"}
         arguments |= {"table": "*i64", "features": "i32", **tensors}
-        constants = {"STEPS": 5, "TYPE": kind, "SAMPLES": samples, "IDS": 1024}
-        constants |= {"FIELDS": len(LookupFields._fields)}
+        constants = {"FIELDS": len(LookupFields._fields), "STEPS": 5, "IDS": 1024}
+        constants |= {"TYPE": None, "SAMPLES": False, "PACKED": False, **does}
         constants |= dict.fromkeys({"out", "given"} - tensors.keys())
         found[name] = Compiled(visit_lookups, arguments, constants)
     for name, ids, shifts, word, steps, marks, by_id in (
