@@ -228,7 +228,8 @@ class CountedLookups:
 
 class SampledLookups:
     """Counts of the lookups of each table, and of its removed rows, in one training forward of
-    :data:`EVERY`. The sample costs next to nothing, so it is taken with any score.
+    :data:`EVERY`. The sample costs next to nothing, so it is taken with any score that does not
+    count lookups.
 
     The sums are stored with the masks (:attr:`~dist_sparse.masking.masks.Held.samples`); new masks
     start at 0.

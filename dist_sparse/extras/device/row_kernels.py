@@ -1,5 +1,5 @@
 """Triton kernels of rows that ids name. One flags rows before a backward writes them, and zeroes
-their removed weights before a lookup reads them; one reads flags of rows, or counts lookups.
+their removed weights before a lookup reads them; one gives ids their weights, and counts lookups.
 
 Imported only where Triton can run, like :mod:`dist_sparse.extras.device.kernels`.
 """
