@@ -68,28 +68,17 @@ def _outside_as_0(ids: Tensor, rows: int | Tensor) -> Tensor:
 
 def rows_by_feature(
     tables: Mapping[int, Tensor], features: Sequence[int], ids: Tensor, ends: Ends
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield for each feature its table, rows, int64 ``(n,)``, and which of these rows its ids name,
-    bool ``(n,)``.
-
-    On a device, slicing the ids would wait for ``ends``: each feature comes with all ids, and the
-    flags are False for ids of other features, whose row is 0.
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield for each feature with ids its table and the rows that they name, int64 ``(n,)``. On a
+    device, the host waits for the ends: kernels do not.
 
     Args:
         tables: something with an element for each row, by the number of the table; features of
             other tables are left out.
         features: for each feature the number of its table.
     """
-    if isinstance(ends, Tensor):
-        feature_of_id = _feature_of_each(ids, ends)
-        for feature, table in enumerate(features):
-            if table in tables:
-                belongs = feature_of_id == feature
-                yield table, in_table(ids, len(tables[table])).masked_fill(~belongs, 0), belongs
-        return
     for table, span in ids_of_tables(tables, features, ends):
-        rows = in_table(ids[span], len(tables[table]))
-        yield table, rows, rows.new_ones((), dtype=torch.bool).expand(rows.shape)
+        yield table, in_table(ids[span], len(tables[table]))
 
 
 def ids_of_tables(
@@ -221,9 +210,9 @@ class CountedLookups:
         if self._kernel is not None:
             self._kernel.add(ids, ends)
             return
-        for table, rows, belongs in rows_by_feature(self._counts, self._features, ids, ends):
+        for table, rows in rows_by_feature(self._counts, self._features, ids, ends):
             count = self._counts[table]
-            count.index_add_(0, rows, belongs.to(count.dtype))
+            count.index_add_(0, rows, count.new_ones(()).expand(rows.shape))
 
 
 class SampledLookups:
@@ -253,11 +242,9 @@ class SampledLookups:
             held: by the number of the table.
             weighed: the tables whose ids of removed rows get the weight 0.
         """
-        if weighed != self._weighed:
-            self._weighed = weighed
-            self._kernel = None
-        if held != self._held:
+        if (held, weighed) != (self._held, self._weighed):
             self._held = held
+            self._weighed = weighed
             self._removed = {}
             self._kernel = None
             self._forwards = 0
@@ -287,9 +274,10 @@ class SampledLookups:
         # Once for each mask, and not in use(): an evaluation must not pay for it.
         if not self._removed:
             self._removed = {table: shard.mask.dead_rows() for table, shard in self._held.items()}
-        for table, rows, belongs in rows_by_feature(self._removed, self._features, ids, ends):
-            removed = self._removed[table].index_select(0, rows) & belongs
-            self._held[table].samples.add_(torch.stack([belongs.sum(), removed.sum()]))
+        for table, rows in rows_by_feature(self._removed, self._features, ids, ends):
+            lookups, of_removed = self._held[table].samples.unbind()
+            lookups += len(rows)
+            of_removed += self._removed[table].index_select(0, rows).sum()
 
     def _kernel_on(self, device: torch.device) -> Any:
         """Return the kernel that counts, and weighs ids too; None where there is none."""

@@ -426,7 +426,7 @@ class TestResetState:
         assert by_row.flatten().tolist() == [1, 0]
 
 
-def test_lookups_are_counted_alike_with_and_without_waiting() -> None:
+def test_lookups_are_counted_alike_by_a_list_and_a_tensor_of_ends() -> None:
     """Features of one table, and of one that is not counted; ids out of range (read as row 0), and
     of no feature."""
     ids = torch.tensor([9, 3, 3, -1, 7, 2, 0, 3, 1, 4])
@@ -438,7 +438,7 @@ def test_lookups_are_counted_alike_with_and_without_waiting() -> None:
         assert torch.equal(counts, want)
 
 
-def test_lookups_are_sampled_alike_with_and_without_waiting() -> None:
+def test_lookups_are_sampled_alike_by_a_list_and_a_tensor_of_ends() -> None:
     """Of all lookups in a forward; those of removed rows are counted apart."""
     ids = torch.tensor([9, 3, 3, -1, 7, 2, 0, 3, 1, 4])
     ends, features = [1, 4, 6, 9], [0, 1, 0]

@@ -57,7 +57,7 @@ ORDINARY_STEP: Final = {
 SAMPLED_STEP: Final = {
     "row": Ceiling(0, 1, 1, 1),
     "1x4": Ceiling(0, 3, 6, 0),
-    "1x4, frequency": Ceiling(0, 3, 6, 0),
+    "1x4, frequency": Ceiling(0, 3, 7, 0),
 }
 
 # The first step after a mask update takes the new masks, and does not wait either.
