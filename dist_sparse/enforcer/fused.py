@@ -22,7 +22,7 @@ TorchRec and FBGEMM are behind :class:`~dist_sparse.tables.protocols.TableBatch`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -51,7 +51,7 @@ from dist_sparse.masking.scores import worth_keeping
 from dist_sparse.optimizers import Known, State, fused_records
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import collection_of, loaded_torchrec
-from dist_sparse.tables.protocols import TableBatch
+from dist_sparse.tables.protocols import TableBatch, WeightsOf
 from dist_sparse.tables.shards import CACHED
 
 # The ids of a lookup, feature after feature, and the offsets of the features.
@@ -166,11 +166,12 @@ class TableBatchHooks:
         self._drops_ids = on_cpu and self._batch.pooling == "sum"
         self._features = batch.features
         self._order = StreamOrder(device)
-        # The two ways to mask: by ids and by zeroing. _assign_tables() sets their tables.
-        self._kept_ids: KeptIds | None = None
+        # The two ways to mask: by ids (KeptIds, or the kernel that takes its place on a device) and
+        # by zeroing. _assign_tables() sets their tables.
+        self._kept_ids: Any = None
         self._zeroed = ZeroedRows(self._features, device)
-        # Whether the kernel's next call is to give ids of removed rows the weight 0.
-        self._weighs_next = False
+        # What gives ids of removed rows the weight 0 in the next call of FBGEMM's module.
+        self._next_weights: WeightsOf | None = None
         self._counted: CountedLookups | None = None
         self._sampled = SampledLookups(self._features)
         # Ids that were merged before the lookup are not a sample of the traffic.
@@ -330,11 +331,14 @@ class TableBatchHooks:
             add_pruned(record, before, self._masked)
         counts = {table: shard.counts for table, shard in held.items() if shard.counts.numel()}
         self._counted = CountedLookups(counts, self._features) if counts else None
-        self._sampled.use(held if self._sees_lookups else {})
-        self._assign_tables()
+        weighed = self._assign_tables()
+        # Records read the counts where there are some.
+        is_sampled = self._sees_lookups and len(counts) < len(held)
+        self._sampled.use(held if is_sampled else {}, weighed)
 
-    def _assign_tables(self) -> None:
+    def _assign_tables(self) -> Set[int]:
         """Decide for each registered table whether it is masked by its ids, by zeroing, or both.
+        Return the tables that lose ids.
 
         ===========================  ===============  =============================
         mask, optimizer              ids are dropped  ids stay, with the gradient 0
@@ -359,8 +363,16 @@ class TableBatchHooks:
         by_ids = whole_rows if self._drops_ids else stay_zero
         # A table that loses no rows needs no filter.
         filtered = self._zeroed.removing.keys() & by_ids
-        kept_rows = {table: ~self._masked[table].mask.dead_rows() for table in filtered}
-        self._kept_ids = KeptIds(kept_rows, self._features) if kept_rows else None
+        kernels = self._zeroed.kernels
+        if not filtered:
+            self._kept_ids = None
+        elif kernels is None:
+            kept_rows = {table: ~self._masked[table].mask.dead_rows() for table in filtered}
+            self._kept_ids = KeptIds(kept_rows, self._features)
+        else:
+            masks = {table: (self._masked[table].mask, None, True) for table in filtered}
+            self._kept_ids = kernels.TritonLookups(list(map(masks.get, self._features)))
+        return filtered
 
     def _refuse_cached(self, tables: set[int]) -> None:
         """Refuse cached tables whose removed rows do not stay zero by themselves.
@@ -389,9 +401,15 @@ class TableBatchHooks:
             passed = self._kept_ids.select(requested)
         # The weight 0 keeps gradients from removed rows. Without a backward, a lookup may read
         # them: they are rows of zeros.
-        self._weighs_next = passed is requested and torch.is_grad_enabled()
+        self._next_weights = None
+        if self._kept_ids and passed is requested and torch.is_grad_enabled():
+            self._next_weights = self._kept_ids.weights
         # Outside of no_grad(): only training forwards are sampled.
         sampled = self._sampled.counts_forward()
+        if sampled and self._next_weights and self._pooled and self._zeroed.kernels:
+            # The kernel that gives the weights counts too.
+            self._next_weights = self._sampled.weights
+            sampled = False
         with torch.no_grad():
             if sampled:
                 self._sampled.add(*_local_ids(requested))
@@ -423,8 +441,8 @@ class TableBatchHooks:
     def _weigh_ids(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
         """Give ids of removed rows the weight 0, unless they were dropped. A forward pre-hook of
         FBGEMM's module."""
-        if self._weighs_next and self._kept_ids:
-            return args, self._batch.mask_weights(call, self._kept_ids.flags)
+        if self._next_weights:
+            return args, self._batch.mask_weights(call, self._next_weights)
         return None
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Tensor) -> None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import kernels_on
+from dist_sparse.masking.device import Kernels, kernels_on
 from dist_sparse.masking.masks import (
     WORDS,
     BlockMask,
@@ -68,28 +68,17 @@ def _outside_as_0(ids: Tensor, rows: int | Tensor) -> Tensor:
 
 def rows_by_feature(
     tables: Mapping[int, Tensor], features: Sequence[int], ids: Tensor, ends: Ends
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield for each feature its table, rows, int64 ``(n,)``, and which of these rows its ids name,
-    bool ``(n,)``.
-
-    On a device, slicing the ids would wait for ``ends``: each feature comes with all ids, and the
-    flags are False for ids of other features, whose row is 0.
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield for each feature with ids its table and the rows that they name, int64 ``(n,)``. On a
+    device, the host waits for the ends: kernels do not.
 
     Args:
         tables: something with an element for each row, by the number of the table; features of
             other tables are left out.
         features: for each feature the number of its table.
     """
-    if isinstance(ends, Tensor):
-        feature_of_id = _feature_of_each(ids, ends)
-        for feature, table in enumerate(features):
-            if table in tables:
-                belongs = feature_of_id == feature
-                yield table, in_table(ids, len(tables[table])).masked_fill(~belongs, 0), belongs
-        return
     for table, span in ids_of_tables(tables, features, ends):
-        rows = in_table(ids[span], len(tables[table]))
-        yield table, rows, rows.new_ones((), dtype=torch.bool).expand(rows.shape)
+        yield table, in_table(ids[span], len(tables[table]))
 
 
 def ids_of_tables(
@@ -111,7 +100,7 @@ def _feature_of_each(ids: Tensor, ends: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class KeptIds:
-    """The ids of kept rows among the ids of a lookup.
+    """The ids of kept rows among the ids of a lookup: on a CPU, and on a device without kernels.
 
     Args:
         kept: which rows are kept, bool ``(rows,)``, by the number of the table. Other tables keep
@@ -131,9 +120,6 @@ class KeptIds:
         if not (ids.is_cpu or isinstance(ends, Tensor)):
             # If batch sizes differ between features, the host knows the ends.
             ends = sent(ends, ids.device)
-        if not ids.is_cpu and self._kernel is not None:
-            found: Tensor = self._kernel.flags(ids, ends)
-            return found
         if isinstance(ends, Tensor):
             concatenated, starts, rows = self._concatenated
             # The first entry is for ids before the first feature.
@@ -148,6 +134,15 @@ class KeptIds:
             torch.index_select(kept, 0, rows, out=flags[span])
         return flags
 
+    def weights(self, ids: Tensor, ends: Ends, given: Tensor | None) -> Tensor:
+        """Return the weights of the ids, 0 for removed rows; gradients flow back to ``given``.
+
+        Args:
+            given: the weights so far, ``(n,)``; None for 1 in float32.
+        """
+        flags = self.flags(ids, ends)
+        return flags.float() if given is None else torch.where(flags, given, 0)
+
     def select(self, features: Any) -> Any:
         """Return a KeyedJaggedTensor of the kept ids in ``features`` and their weights, on a CPU.
         Gradients flow back to all weights, 0 to the weights of dropped ids.
@@ -160,10 +155,6 @@ class KeptIds:
         except IndexError:
             return features
         return loaded_torchrec().select_ids(features, chosen)
-
-    @cached_property
-    def _kernel(self) -> Any:
-        return _one_launch(self.kept, self.features)
 
     @cached_property
     def _concatenated(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,20 +177,6 @@ class KeptIds:
         return torch.cat(flags), sent(starts, device), sent(rows, device)
 
 
-def _one_launch(tensors: Mapping[int, Tensor], features: Sequence[int]) -> Any:
-    """Return the kernel for tensors of tables with an element for each row; None where there is no
-    kernel, or the tensors have several types."""
-    kinds = {(each.device, each.dtype) for each in tensors.values()}
-    if len(kinds) != 1:
-        return None
-    [(device, _)] = kinds
-    kernels = kernels_on(device)
-    if kernels is None:
-        return None
-    # None for the features of other tables.
-    return kernels.TritonLookups([tensors.get(table) for table in features])
-
-
 class CountedLookups:
     """Counts of the lookups of each row, for scores that use them.
 
@@ -213,7 +190,14 @@ class CountedLookups:
         # Lookups that can be counted before a count might overflow: counts that were loaded or
         # moved may be the largest already.
         self._room = 0
-        self._kernel = _one_launch(counts, features)
+        # None too where some counts are int32 and others float64.
+        self._kernel: Any = None
+        kinds = {(each.device, each.dtype) for each in counts.values()}
+        if len(kinds) == 1:
+            [(device, _)] = kinds
+            kernels = kernels_on(device)
+            if kernels is not None:
+                self._kernel = kernels.TritonCounts([counts.get(table) for table in features])
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count the lookups of one forward."""
@@ -226,14 +210,15 @@ class CountedLookups:
         if self._kernel is not None:
             self._kernel.add(ids, ends)
             return
-        for table, rows, belongs in rows_by_feature(self._counts, self._features, ids, ends):
+        for table, rows in rows_by_feature(self._counts, self._features, ids, ends):
             count = self._counts[table]
-            count.index_add_(0, rows, belongs.to(count.dtype))
+            count.index_add_(0, rows, count.new_ones(()).expand(rows.shape))
 
 
 class SampledLookups:
     """Counts of the lookups of each table, and of its removed rows, in one training forward of
-    :data:`EVERY`. The sample costs next to nothing, so it is taken with any score.
+    :data:`EVERY`. The sample costs next to nothing, so it is taken with any score that does not
+    count lookups.
 
     The sums are stored with the masks (:attr:`~dist_sparse.masking.masks.Held.samples`); new masks
     start at 0.
@@ -245,56 +230,66 @@ class SampledLookups:
     def __init__(self, features: Sequence[int]) -> None:
         self._features = features
         self._held: Mapping[int, Held] = {}
+        self._weighed: Set[int] = frozenset()
         self._removed: dict[int, Tensor] = {}
-        self._kept: KeptIds | None = None
+        self._kernel: Any = None
         self._forwards = 0
 
-    def use(self, held: Mapping[int, Held]) -> None:
-        """Take masks and sums, by the number of the table."""
-        if held != self._held:
+    def use(self, held: Mapping[int, Held], weighed: Set[int] = frozenset()) -> None:
+        """Take masks and sums.
+
+        Args:
+            held: by the number of the table.
+            weighed: the tables whose ids of removed rows get the weight 0.
+        """
+        if (held, weighed) != (self._held, self._weighed):
             self._held = held
+            self._weighed = weighed
             self._removed = {}
-            self._kept = None
+            self._kernel = None
             self._forwards = 0
 
     def counts_forward(self) -> bool:
         """Count this forward, and return whether its lookups are to be added."""
         # Lookups of an evaluation do not count as traffic.
-        if not torch.is_grad_enabled():
+        if not self._held or not torch.is_grad_enabled():
             return False
         counted = self._forwards % EVERY == 0
         self._forwards += 1
         return counted
 
+    def weights(self, ids: Tensor, ends: Ends, given: Tensor | None) -> Tensor:
+        """Count one forward, and return the weights of its ids as :meth:`KeptIds.weights`, on a
+        device with kernels: in one launch."""
+        weights: Tensor = self._kernel_on(ids.device).weights(ids, ends, given)
+        return weights
+
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count one forward."""
+        if not ids.is_cpu:
+            kernel = self._kernel_on(ids.device)
+            if kernel is not None:
+                kernel.sample(ids, ends)
+                return
         # Once for each mask, and not in use(): an evaluation must not pay for it.
         if not self._removed:
             self._removed = {table: shard.mask.dead_rows() for table, shard in self._held.items()}
-        if isinstance(ends, Tensor) and self._removed:
-            self._add_on_device(ids, ends)
-            return
-        for table, rows, belongs in rows_by_feature(self._removed, self._features, ids, ends):
-            removed = self._removed[table].index_select(0, rows) & belongs
-            self._held[table].samples.add_(torch.stack([belongs.sum(), removed.sum()]))
+        for table, rows in rows_by_feature(self._removed, self._features, ids, ends):
+            lookups, of_removed = self._held[table].samples.unbind()
+            lookups += len(rows)
+            of_removed += self._removed[table].index_select(0, rows).sum()
 
-    def _add_on_device(self, ids: Tensor, ends: Tensor) -> None:
-        """Count with launches whose number does not grow with the features."""
-        if self._kept is None:
-            kept = {table: ~removed for table, removed in self._removed.items()}
-            self._kept = KeptIds(kept, self._features)
-        # One more place, for features of other tables.
-        places = {table: place for place, table in enumerate(self._removed)}
-        of_table = [places.get(table, len(places)) for table in self._features]
-        removed = (~self._kept.flags(ids, ends)).cumsum(0)
-        # Of the ids before each end.
-        ends = ends.long().clamp(max=ids.numel())
-        before = torch.nn.functional.pad(removed, (1, 0)).index_select(0, ends)
-        of_features = torch.stack([ends, before]).diff(dim=1)
-        sums = of_features.new_zeros(2, len(self._held) + 1)
-        sums.index_add_(1, sent(of_table, ids.device), of_features)
-        samples = [held.samples for held in self._held.values()]
-        torch._foreach_add_(samples, [*sums[:, :-1].T.contiguous().unbind()])
+    def _kernel_on(self, device: torch.device) -> Any:
+        """Return the kernel that counts, and weighs ids too; None where there is none."""
+        kernels = kernels_on(device)
+        # Once for each mask, as in add().
+        if self._kernel is None and kernels is not None:
+            sampled = {
+                table: (held.mask, held.samples, table in self._weighed)
+                for table, held in self._held.items()
+            }
+            self._kernel = kernels.TritonLookups(list(map(sampled.get, self._features)))
+        return self._kernel
 
 
 # Dirty rows.
@@ -497,6 +492,7 @@ class ZeroedRows:
 
     Attributes:
         removing: the registered tables whose masks remove something.
+        kernels: of the device, None where torch's operations run.
         any_dirty: rows were flagged since all were last cleaned.
         revived: a write of unknown rows may have made any removed weight nonzero. Tables whose rows
             are not flagged have no other sign of such a write.
@@ -507,6 +503,7 @@ class ZeroedRows:
         self._device = device
         self.removing: MaskedShards = {}
         self._flags: dict[int, RowFlags] = {}
+        self.kernels: Kernels | None = None
         self._cleaner: Any = None
         self.any_dirty = self.revived = False
 
@@ -527,12 +524,12 @@ class ZeroedRows:
             self._flags = {
                 table: RowFlags(len(shard.weight), self._device) for table, shard in cleaned.items()
             }
-        kernels = kernels_on(self._device)
-        if kernels is None:
+        self.kernels = kernels_on(self._device)
+        if self.kernels is None:
             self._cleaner = HostRowCleaner(cleaned, self._flags, self._features)
         else:
             found = {table: (*shard, self._flags[table].flags) for table, shard in cleaned.items()}
-            self._cleaner = kernels.TritonRowCleaner(list(map(found.get, self._features)))
+            self._cleaner = self.kernels.TritonRowCleaner(list(map(found.get, self._features)))
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
         """Clean the rows that a lookup is about to read."""

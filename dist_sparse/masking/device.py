@@ -128,7 +128,10 @@ class Kernels(NamedTuple):
         prune: zeroes removed blocks of many shards in one launch.
         TritonRowCleaner: flags and cleans dirty rows, as
             :class:`~dist_sparse.enforcer.rows.HostRowCleaner`.
-        TritonLookups: reads or counts the rows that ids name, in one launch for all features.
+        TritonLookups: flags and weights of the ids of a lookup, as
+            :class:`~dist_sparse.enforcer.rows.KeptIds`, and samples of lookups, in one launch for
+            all features.
+        TritonCounts: counts the lookups of each row, in one launch for all features.
         assign_codes: assigns the entries of books to the rows of a shard, in one launch.
         sum_by_code: sums the rows of each entry, in one launch.
         decode_lookups: looks decoded rows up, in one launch for all features.
@@ -139,6 +142,7 @@ class Kernels(NamedTuple):
     prune: Any
     TritonRowCleaner: Any
     TritonLookups: Any
+    TritonCounts: Any
     assign_codes: Any
     sum_by_code: Any
     decode_lookups: Any

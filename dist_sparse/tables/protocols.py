@@ -24,8 +24,8 @@ class TableConfig(NamedTuple):
     drawn: tuple[float, float] | None = None
 
 
-# Which ids of a lookup keep their weight; see TableBatch.mask_weights().
-KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor]
+# The weights of the ids of a lookup, 0 for removed rows; see TableBatch.mask_weights().
+WeightsOf = Callable[[Tensor, Sequence[int] | Tensor, Tensor | None], Tensor]
 
 
 # A property here may be an attribute of an implementation, but not the other way round.
@@ -101,15 +101,16 @@ class TableBatch(LookupKernel, Protocol):
     def storage(self) -> list[Tensor]:
         """Return the tensors that hold the weights of all shards."""
 
-    def mask_weights(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
+    def mask_weights(self, call: dict[str, Any], weights_of: WeightsOf) -> dict[str, Any]:
         """Return the keywords of a pooled lookup in which some ids have the weight 0: their rows
         add nothing to the output, and get the gradient 0. Call :meth:`restore_pooling` after the
         lookup.
 
         Args:
             call: the keywords of :attr:`kernel`.
-            kept: called with all ids, ``(n,)``, and the offsets of the features (on a device as a
-                tensor). Returns which ids keep their weight, bool ``(n,)``.
+            weights_of: called with all ids, ``(n,)``, the offsets of the features (on a device as a
+                tensor), and the weights of the ids, None for 1. Returns the weights with 0 for ids
+                of removed rows.
         """
 
     def restore_pooling(self, *_: object) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.groups import several
-from dist_sparse.tables.protocols import KeptOf, TableCollection, TableConfig
+from dist_sparse.tables.protocols import TableCollection, TableConfig, WeightsOf
 from dist_sparse.tables.shards import (
     CACHED,
     FUSED,
@@ -328,29 +328,30 @@ class FbgemmBatch(Kernel):
                 stored.append(memory)
         return stored
 
-    def mask_weights(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
+    def mask_weights(self, call: dict[str, Any], weights_of: WeightsOf) -> dict[str, Any]:
         """Return the keywords of a pooled lookup in which some ids have the weight 0; see
         :meth:`~dist_sparse.tables.protocols.TableBatch.mask_weights`."""
         ids, offsets = call["indices"], call["offsets"]
         if not ids.numel():
             return call
-        flags = kept(ids, self._ends(offsets, call.get("batch_size_per_feature_per_rank")))
         given = call.get("per_sample_weights")
-        if given is not None:
-            # The pooling mode stays: FBGEMM's mean of weighted ids must not change.
-            weights: Tensor = given.masked_fill(~flags, 0)
-        else:
-            weights = flags.float()
-            # FBGEMM's mean does not work with weights: a sum with weights 1 / length replaces it.
-            if self.pooling == "mean":
-                weights *= _shares(offsets, ids.numel())
-                self._batch.pooling_mode = type(self._own_pooling).SUM
+        # FBGEMM's mean does not work with weights: a sum with weights 1 / length replaces it. Its
+        # mean of weighted ids must not change.
+        if given is None and self.pooling == "mean":
+            given = _shares(offsets, ids.numel())
+            self._batch.pooling_mode = type(self._own_pooling).SUM
+        ends = self._ends(offsets, call.get("batch_size_per_feature_per_rank"))
+        weights = weights_of(ids, ends, given)
         changed = {**call, "per_sample_weights": weights}
         # Otherwise FBGEMM would compute gradients of the weights, which nothing uses.
         if not weights.requires_grad:
-            none = torch.zeros(len(self.features), dtype=torch.int32, device=ids.device)
-            changed["feature_requires_grad"] = none
+            changed["feature_requires_grad"] = self._no_gradients
         return changed
+
+    @cached_property
+    def _no_gradients(self) -> Tensor:
+        # Kept: on a device, each new one is a launch.
+        return torch.zeros(len(self.features), dtype=torch.int32, device=self._batch.current_device)
 
     def restore_pooling(self, *_: object) -> None:
         """Pool as before :meth:`mask_weights`. A forward hook of FBGEMM's module."""

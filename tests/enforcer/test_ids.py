@@ -137,9 +137,9 @@ def test_who_gets_zeros() -> None:
     assert not BaseDataSparsifier.trains_removed
 
 
-def test_flags_are_on_the_device_of_the_ids() -> None:
+def test_rows_are_on_the_device_of_the_ids() -> None:
     """Without a GPU: the meta device takes part in no operation with the CPU."""
     ids = torch.zeros(4, dtype=torch.int64, device="meta")
     kept = torch.zeros(8, dtype=torch.bool, device="meta")
-    [(_, _, belongs)] = rows_by_feature({0: kept}, [0], ids, [0, 4])
-    assert belongs.device == ids.device
+    [(_, rows)] = rows_by_feature({0: kept}, [0], ids, [0, 4])
+    assert rows.device == ids.device

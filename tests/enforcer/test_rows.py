@@ -22,8 +22,10 @@ from dist_sparse.enforcer import rows as rows_module
 from dist_sparse.enforcer.dense import WeightState
 from dist_sparse.enforcer.rows import (
     CountedLookups,
+    KeptIds,
     MaskedShard,
     RowFlags,
+    SampledLookups,
     ZeroedRows,
     flag_rows,
     in_table,
@@ -31,7 +33,7 @@ from dist_sparse.enforcer.rows import (
     zero_rows,
 )
 from dist_sparse.masking import device
-from dist_sparse.masking.masks import BlockMask, pack
+from dist_sparse.masking.masks import BlockMask, Held, pack
 from dist_sparse.optimizers import State
 from dist_sparse.tables.shards import Rect, grid_of
 
@@ -424,7 +426,7 @@ class TestResetState:
         assert by_row.flatten().tolist() == [1, 0]
 
 
-def test_lookups_are_counted_alike_with_and_without_waiting() -> None:
+def test_lookups_are_counted_alike_by_a_list_and_a_tensor_of_ends() -> None:
     """Features of one table, and of one that is not counted; ids out of range (read as row 0), and
     of no feature."""
     ids = torch.tensor([9, 3, 3, -1, 7, 2, 0, 3, 1, 4])
@@ -434,3 +436,31 @@ def test_lookups_are_counted_alike_with_and_without_waiting() -> None:
         counts = torch.zeros(5, dtype=torch.int32)
         CountedLookups({0: counts}, features).add(ids, form)
         assert torch.equal(counts, want)
+
+
+def test_lookups_are_sampled_alike_by_a_list_and_a_tensor_of_ends() -> None:
+    """Of all lookups in a forward; those of removed rows are counted apart."""
+    ids = torch.tensor([9, 3, 3, -1, 7, 2, 0, 3, 1, 4])
+    ends, features = [1, 4, 6, 9], [0, 1, 0]
+    # Rows 0 and 3 of five are removed: 9 and -1 are outside, and read as row 0.
+    mask = BlockMask(Rect(0, 0, 5, 4), (1, 4), torch.tensor([0b10110], dtype=torch.uint8))
+    for form in (ends, torch.tensor(ends)):
+        held, sampled = Held(mask), SampledLookups(features)
+        sampled.use({0: held})
+        assert sampled.counts_forward()
+        sampled.add(ids, form)
+        assert held.lookups.tolist() == [6, 5]
+
+
+def test_weights_of_removed_rows_are_0() -> None:
+    """Whatever they were: 0 times NaN would be NaN. Gradients flow back to the others."""
+    kept = KeptIds({0: torch.tensor([False, True])}, [0, 1])
+    ids, ends = torch.tensor([0, 1, 0, 0]), [0, 3, 4]
+    assert kept.weights(ids, ends, None).tolist() == [0, 1, 0, 1]
+    before = torch.tensor([torch.nan, 2.0, -3.0, 4.0], dtype=torch.float16, requires_grad=True)
+    for form in (ends, torch.tensor(ends)):
+        weights = kept.weights(ids, form, before)
+        assert weights.dtype == before.dtype and weights.tolist() == [0, 2, 0, 4]
+        before.grad = None
+        weights.sum().backward()
+        assert before.grad.tolist() == [0, 1, 0, 1]

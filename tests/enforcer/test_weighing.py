@@ -416,6 +416,8 @@ def test_no_row_is_watched() -> None:
     assert calls[0]["per_sample_weights"].unique().tolist() == [0, 1]
     assert not calls[0]["per_sample_weights"].requires_grad
     assert calls[0]["feature_requires_grad"].tolist() == [0] * 4
+    # One for all lookups: on a device, each is a launch.
+    assert calls[0]["feature_requires_grad"] is calls[1]["feature_requires_grad"]
     with torch.no_grad():
         side.forward(features("sum", 2))
     assert calls[-1].get("per_sample_weights") is None

@@ -33,7 +33,7 @@ def kernels() -> Any:
     )
     from dist_sparse.extras.device.flat_scores import FlatScores
     from dist_sparse.extras.device.kernels import Pruning, prune
-    from dist_sparse.extras.device.row_kernels import TritonLookups, TritonRowCleaner
+    from dist_sparse.extras.device.row_kernels import TritonCounts, TritonLookups, TritonRowCleaner
     from dist_sparse.masking.device import Kernels
 
     return Kernels(
@@ -42,6 +42,7 @@ def kernels() -> Any:
         prune,
         TritonRowCleaner,
         TritonLookups,
+        TritonCounts,
         assign_codes,
         sum_by_code,
         decode_lookups,

@@ -1,5 +1,5 @@
 """Triton kernels of rows that ids name. One flags rows before a backward writes them, and zeroes
-their removed weights before a lookup reads them; one reads flags of rows, or counts lookups.
+their removed weights before a lookup reads them; one gives ids their weights, and counts lookups.
 
 Imported only where Triton can run, like :mod:`dist_sparse.extras.device.kernels`.
 """
@@ -182,54 +182,146 @@ class TritonRowCleaner:
             )
 
 
-class TritonLookups:
-    """Reads or counts the rows that the ids of a lookup name: one launch for all features.
+class LookupFields(NamedTuple):
+    """What :func:`visit_lookups` knows of one feature, in the order in which it reads it. The
+    defaults are for a feature whose table has no mask and is not counted."""
+
+    # Address of the counts of the rows, of bits of kept rows, or of flags of removed rows.
+    address: int = 0
+    rows: int = 0
+    # Address of the numbers of all lookups and of lookups of removed rows.
+    samples: int = 0
+    # Whether ids of removed rows lose their weight.
+    weighed: bool = False
+
+
+class TritonCounts:
+    """Counts the lookups of each row: one launch for all features.
 
     Args:
-        of_features: for each feature, in the order of the ids, a tensor with an element for each
-            row of its table, all of one dtype; None for a table without one.
+        counts: for each feature, in the order of the ids, the counts of its table's rows: all int32
+            or all float64. None for a table that is not counted.
     """
 
-    def __init__(self, of_features: Sequence[Tensor | None]) -> None:
-        # Kernels know them by their addresses.
-        self._alive = [each for each in of_features if each is not None]
-        known: list[int] = []
-        for each in of_features:
-            known += (0, 0) if each is None else (each.data_ptr(), len(each))
-        self._features = len(of_features)
-        self._table = sent(known, self._alive[0].device)
+    def __init__(self, counts: Sequence[Tensor | None]) -> None:
+        # The kernel knows them by their addresses.
+        self._alive = [each for each in counts if each is not None]
+        features = [
+            LookupFields() if each is None else LookupFields(each.data_ptr(), len(each))
+            for each in counts
+        ]
+        self._table = sent([*chain(*features)], self._alive[0].device)
 
     def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
-        """Add 1 to the elements that ids name; arguments as of :meth:`TritonRowCleaner.clean_read`.
-        Each element must be int32 or float64."""
+        """Add 1 to the counts of the rows that ids name; arguments as of
+        :meth:`TritonRowCleaner.clean_read`."""
         kind = tl.int32 if self._alive[0].dtype == torch.int32 else tl.float64
-        self._launch(ids, ends, ids, kind)
+        _visit_lookups(ids, ends, self._table, TYPE=kind)
+
+
+class TritonLookups:
+    """Flags and weights of the ids of a lookup, and samples of lookups: one launch for all
+    features. Arguments of the methods are as of :meth:`TritonRowCleaner.clean_read`.
+
+    Args:
+        features: for each feature, in the order of the ids, the mask of its table; int64 ``(2,)``,
+            to which each launch adds the number of its lookups and of those of removed rows, for
+            all tables or for none; and whether ids of removed rows lose their weight. None for a
+            table without a mask.
+    """
+
+    def __init__(self, features: Sequence[tuple[Any, Tensor | None, bool] | None]) -> None:
+        given = [feature for feature in features if feature is not None]
+        self._samples = any(samples is not None for _, samples, _ in given)
+        # Nearly all masks of whole rows have a bit for each row. It stays in the cache, where a
+        # byte for each row may not.
+        self._packed = all(mask.grid.cols == mask.block[0] == 1 for mask, _, _ in given)
+        self._alive = [samples for _, samples, _ in given if samples is not None]
+        # Once for each table, which may have several features.
+        rows: dict[int, Tensor] = {}
+        for mask, _, _ in given:
+            if id(mask) not in rows:
+                rows[id(mask)] = mask.bits if self._packed else mask.dead_rows()
+        self._alive += rows.values()
+        known: list[int] = []
+        for feature in features:
+            fields = LookupFields()
+            if feature is not None:
+                mask, samples, weighed = feature
+                address = 0 if samples is None else samples.data_ptr()
+                of_rows = rows[id(mask)].data_ptr()
+                fields = LookupFields(of_rows, mask.rect.rows, address, weighed)
+            known += fields
+        self._table = sent(known, self._alive[0].device)
 
     def flags(self, ids: Tensor, ends: Sequence[int] | Tensor) -> Tensor:
-        """Return the elements that ids name, bool ``(n,)``; True for ids of a table without."""
+        """Return which ids keep their weight, bool ``(n,)``; True for ids of no feature."""
         found = torch.empty(ids.numel(), dtype=torch.bool, device=ids.device)
-        self._launch(ids, ends, found.view(torch.uint8), None)
+        self._launch(ids, ends, found.view(torch.uint8))
         return found
 
-    def _launch(self, ids: Tensor, ends: Sequence[int] | Tensor, out: Tensor, kind: Any) -> None:
-        count = ids.numel()
-        if count == 0:
-            return
-        ends = ends if isinstance(ends, Tensor) else sent(ends, ids.device)
-        with torch.cuda.device(ids.get_device()):
-            visit_lookups[(-(-count // _TILE),)](
-                ids.contiguous(),
-                count,
-                ends,
-                ends.stride(0),
-                self._table,
-                self._features,
-                out,
-                STEPS=(self._features - 1).bit_length(),
-                TYPE=kind,
-                IDS=_TILE,
-                num_warps=4,
-            )
+    def weights(self, ids: Tensor, ends: Sequence[int] | Tensor, given: Tensor | None) -> Tensor:
+        """Return the weights of the ids, 0 for removed rows; gradients flow back to ``given``.
+
+        Args:
+            given: the weights so far, ``(n,)``; None for 1 in float32.
+        """
+        if given is not None and given.requires_grad:
+            return torch.where(self.flags(ids, ends), given, 0)
+        dtype = torch.float32 if given is None else given.dtype
+        found = torch.empty(ids.numel(), dtype=dtype, device=ids.device)
+        self._launch(ids, ends, found, given)
+        return found
+
+    def sample(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
+        """Add to the samples alone."""
+        self._launch(ids, ends)
+
+    def _launch(
+        self,
+        ids: Tensor,
+        ends: Sequence[int] | Tensor,
+        out: Tensor | None = None,
+        given: Tensor | None = None,
+    ) -> None:
+        options = {"SAMPLES": self._samples, "PACKED": self._packed}
+        _visit_lookups(ids, ends, self._table, out, given, **options)
+
+
+def _visit_lookups(
+    ids: Tensor,
+    ends: Sequence[int] | Tensor,
+    table: Tensor,
+    out: Tensor | None = None,
+    given: Tensor | None = None,
+    *,
+    TYPE: Any = None,
+    SAMPLES: bool = False,
+    PACKED: bool = False,
+) -> None:
+    count = ids.numel()
+    if count == 0:
+        return
+    ends = ends if isinstance(ends, Tensor) else sent(ends, ids.device)
+    features = table.numel() // len(LookupFields._fields)
+    with torch.cuda.device(ids.get_device()):
+        visit_lookups[(-(-count // _TILE),)](
+            ids.contiguous(),
+            count,
+            ends,
+            ends.stride(0),
+            table,
+            features,
+            out,
+            given if given is None else given.contiguous(),
+            FIELDS=len(LookupFields._fields),
+            STEPS=(features - 1).bit_length(),
+            TYPE=TYPE,
+            SAMPLES=SAMPLES,
+            PACKED=PACKED,
+            IDS=_TILE,
+            num_warps=4,
+        )
 
 
 def _axis(start: int, size: int, block: int, blocks: int) -> tuple[int, int]:
@@ -345,29 +437,68 @@ def visit_lookups(
     table: tl.tensor,
     features: tl.tensor,
     out: tl.tensor,
+    given: tl.tensor,
+    FIELDS: tl.constexpr,
     STEPS: tl.constexpr,
     TYPE: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    PACKED: tl.constexpr,
     IDS: tl.constexpr,
 ) -> None:
-    """Add 1 to the elements of type TYPE that ids name, or without a TYPE, read their bytes. For
-    each feature, ``table`` has the address of the elements and their number."""
-    position = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
+    """Add 1 to the counts of type TYPE of the rows that ids name. Without a TYPE, write to ``out``
+    what each id weighs: 0 if it names a removed row of a table whose ids are weighed, else what it
+    weighs in ``given``, or 1. ``out`` may be None, as ``given``. Add to the samples (SAMPLES).
+    A row has a bit, which is 1 if it is kept (PACKED), or a byte, which is 1 if it is removed.
+
+    The numbers added to ``info`` are the positions of the fields of :class:`LookupFields`.
+    """
+    first = tl.program_id(0).to(tl.int64) * IDS
+    position = first + tl.arange(0, IDS)
     here = position < count
+    last = tl.minimum(tl.load(ends + features.to(tl.int64) * stride).to(tl.int64), count)
+    known = (position >= tl.load(ends)) & (position < last)
     # By binary search, as in visit_rows().
-    feature = tl.zeros([IDS], dtype=tl.int64)
+    feature = tl.zeros([IDS], dtype=tl.int32)
     for step in tl.static_range(STEPS):
         later = feature + (1 << (STEPS - 1 - step))
-        start = tl.load(ends + later * stride, mask=later < features, other=0)
+        start = tl.load(ends + later.to(tl.int64) * stride, mask=later < features, other=0)
         feature = tl.where((later < features) & (start <= position), later, feature)
-    last = tl.load(ends + features.to(tl.int64) * stride)
-    rows = tl.load(table + feature * 2 + 1)
-    known = here & (position >= tl.load(ends)) & (position < last) & (rows > 0)
+    info = table + feature * FIELDS
+    rows = tl.load(info + 1)
+    known = known & (rows > 0)
     row = tl.load(ids + position, mask=known, other=0).to(tl.int64)
     row = tl.where((row >= 0) & (row < rows), row, 0)
-    address = tl.load(table + feature * 2)
+    address = tl.load(info)
     if TYPE is not None:
         one = tl.full([IDS], 1, dtype=TYPE)
         tl.atomic_add(address.to(tl.pointer_type(TYPE)) + row, one, mask=known, sem="relaxed")
     else:
-        flag = tl.load(address.to(tl.pointer_type(tl.uint8)) + row, mask=known, other=1)
-        tl.store(out + position, flag, mask=here)
+        flags = address.to(tl.pointer_type(tl.uint8))
+        if PACKED:
+            byte = tl.load(flags + (row >> 3), mask=known, other=0xFF).to(tl.int32)
+            kept = ((byte >> (row & 7).to(tl.int32)) & 1) != 0
+        else:
+            kept = tl.load(flags + row, mask=known, other=0) == 0
+        if SAMPLES:
+            # Additions to one address wait for each other: there are two or three for each feature
+            # of the tile, instead of one for each id. The last id of a feature adds what the tile
+            # has removed so far; the first one takes away what the tile had removed before it.
+            start = tl.load(ends + feature.to(tl.int64) * stride).to(tl.int64)
+            stop = tl.load(ends + (feature + 1).to(tl.int64) * stride).to(tl.int64)
+            stop = tl.minimum(tl.minimum(stop, first + IDS), count)
+            is_first = known & (position == start)
+            is_last = known & (position + 1 == stop)
+            removed = (known & ~kept).to(tl.int32)
+            so_far = tl.cumsum(removed, 0)
+            before = (removed - so_far).to(tl.int64)
+            samples = tl.load(info + 2).to(tl.pointer_type(tl.int64))
+            ids_here = stop - tl.maximum(start, first)
+            tl.atomic_add(samples, ids_here, mask=is_last, sem="relaxed")
+            tl.atomic_add(samples + 1, so_far.to(tl.int64), mask=is_last, sem="relaxed")
+            tl.atomic_add(samples + 1, before, mask=is_first, sem="relaxed")
+            kept = kept | (tl.load(info + 3) == 0)
+        if out is not None:
+            weight = kept.to(out.dtype.element_ty)
+            if given is not None:
+                weight = tl.load(given + position, mask=here & kept, other=0)
+            tl.store(out + position, weight, mask=here)

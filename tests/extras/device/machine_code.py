@@ -143,13 +143,28 @@ def kernels_of_rows() -> dict[str, Compiled]:
     """The kernels of rows: clean and flag the rows of a lookup, clean all rows, read and count."""
     import triton.language as tl
 
-    from dist_sparse.extras.device.row_kernels import Fields, visit_lookups, visit_rows
+    from dist_sparse.extras.device.row_kernels import (
+        Fields,
+        LookupFields,
+        visit_lookups,
+        visit_rows,
+    )
 
     found = {}
-    for name, kind, out in (("read flags", None, "*u8"), ("count", tl.int32, "*i64")):
+    weights = {"out": "*fp32"}
+    for name, tensors, does in (
+        ("flags", {"out": "*u8"}, {"PACKED": True}),
+        ("weights", weights, {"PACKED": True}),
+        ("given weights", {**weights, "given": "*fp32"}, {"PACKED": True}),
+        ("weights, sampled", weights, {"PACKED": True, "SAMPLES": True}),
+        ("sample", {}, {"SAMPLES": True}),
+        ("count", {}, {"TYPE": tl.int32}),
+    ):
         arguments = {"ids": "*i64", "count": "i32", "ends": "*i64", "stride": "i32"}
-        arguments |= {"table": "*i64", "features": "i32", "out": out}
-        constants = {"STEPS": 5, "TYPE": kind, "IDS": 1024}
+        arguments |= {"table": "*i64", "features": "i32", **tensors}
+        constants = {"FIELDS": len(LookupFields._fields), "STEPS": 5, "IDS": 1024}
+        constants |= {"TYPE": None, "SAMPLES": False, "PACKED": False, **does}
+        constants |= dict.fromkeys({"out", "given"} - tensors.keys())
         found[name] = Compiled(visit_lookups, arguments, constants)
     for name, ids, shifts, word, steps, marks, by_id in (
         ("clean read", "*i64", True, tl.int32, 5, False, True),

@@ -1,5 +1,5 @@
-"""Cases for the Triton kernel: it flags the rows it is given, zeroes what is removed in flagged
-rows, and writes nothing else.
+"""Cases for the Triton kernels of rows: one flags the rows it is given, zeroes what is removed in
+flagged rows, and writes nothing else; one gives ids their weights, and samples lookups.
 
 The checks, for a process of their own: ``python -m tests.extras.device.triton_cases DEVICE`` prints one
 JSON line for each, DEVICE being ``cpu`` (with ``TRITON_INTERPRET=1``), ``cuda`` or ``compiler``.
@@ -14,7 +14,8 @@ import mmap
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -364,6 +365,172 @@ def more_than_2_31_elements_and_bits() -> None:
     cleaner.clean_read(near + 2**28, [0, 3])
     assert weight[near + 2**28].tolist() == [[0, 0, 0, 0, 0, 5, 0, 5]] * 3
     assert (weight[near] == 5).all()
+
+
+class Lookup(NamedTuple):
+    """The ids of one feature, and the mask of its table; None: a table without one."""
+
+    mask: BlockMask | None
+    ids: Tensor
+    weighed: bool = True
+
+
+def check_lookup(
+    features: Sequence[Lookup],
+    given: Tensor | None = None,
+    dtype: torch.dtype = torch.int64,
+    strided: bool = False,
+) -> None:
+    """Flags, weights and samples of a lookup against a count by hand."""
+    from dist_sparse.extras.device.row_kernels import TritonLookups
+
+    masks = {id(one.mask): one.mask for one in features if one.mask is not None}
+    found = {key: torch.zeros(2, dtype=torch.int64, device=DEVICE) for key in masks}
+    want = {key: [0, 0] for key in masks}
+    keeps = []
+    for mask, ids, weighed in features:
+        if mask is None:
+            keeps += [True] * len(ids)
+            continue
+        dead = mask.dead_rows().tolist()
+        for id_ in ids.tolist():
+            removed = dead[id_ if 0 <= id_ < len(dead) else 0]
+            want[id(mask)][0] += 1
+            want[id(mask)][1] += removed
+            keeps.append(not (removed and weighed))
+    ids = torch.cat([one.ids for one in features]).to(DEVICE, dtype)
+    ends = torch.tensor([0, *accumulate(len(one.ids) for one in features)])
+    if strided:
+        ends = torch.stack([ends, ends + 1], dim=1).flatten().int()[::2]
+    ends = ends.to(DEVICE)
+    plain, sampling = (
+        TritonLookups(
+            [
+                None if mask is None else (mask, found[id(mask)] if samples else None, weighed)
+                for mask, _, weighed in features
+            ]
+        )
+        for samples in (False, True)
+    )
+    # A filter of the enforcer's has tables whose ids are weighed, and no others.
+    if all(one.weighed for one in features):
+        assert plain.flags(ids, ends).tolist() == keeps
+    assert not any(int(each.sum()) for each in found.values())
+    kept = torch.tensor(keeps, dtype=torch.bool, device=DEVICE)
+    ones = torch.ones(len(ids), device=DEVICE) if given is None else given
+    expect, weights = torch.where(kept, ones, 0), sampling.weights(ids, ends, given)
+    assert weights.dtype == expect.dtype
+    same = INTS[expect.element_size()]
+    assert torch.equal(weights.view(same), expect.view(same))
+    # Whatever a launch returns, it counts once.
+    sampling.flags(ids, ends)
+    sampling.sample(ids, ends)
+    for key, numbers in want.items():
+        assert found[key].tolist() == [3 * number for number in numbers]
+
+
+def row_mask(rows: int, kept: float = 0.5, height: int = 1, start: int = 0) -> BlockMask:
+    """A random mask of whole rows."""
+    return slot(Rect(start, 0, rows, 8), (height, 10**9), kept=kept).mask
+
+
+@case
+def weights_of_tables_of_every_kind() -> None:
+    """Whole rows, blocks of several rows that a border cuts, blocks finer than rows, tables that
+    are counted and not weighed, and tables without a mask; ids out of range are of row 0."""
+    finer = slot(Rect(0, 0, 40, 8), (1, 4), kept=0.3).mask
+    assert 0 < int(finer.dead_rows().sum()) < 40
+    first, tall = row_mask(30), row_mask(41, height=3, start=7)
+    none = torch.zeros(0, dtype=torch.int64)
+    outside = torch.tensor([2, 30, -1, 2**31 - 1, 5, 29])
+    for strided, dtype in ((False, torch.int64), (True, torch.int32)):
+        check_lookup(
+            [
+                Lookup(first, outside),
+                Lookup(None, some_ids(10**6, 9)),
+                Lookup(finer, some_ids(40, 33), weighed=False),
+                Lookup(tall, none),
+                Lookup(tall, some_ids(41, 60)),
+                Lookup(first, some_ids(30, 17)),
+                Lookup(None, none),
+            ],
+            dtype=dtype,
+            strided=strided,
+        )
+        check_lookup([Lookup(tall, some_ids(41, 50)), Lookup(first, outside)], dtype=dtype)
+    check_lookup([Lookup(first, torch.tensor([2**32 + 3, 2**40]))])
+
+
+@case
+def weights_that_are_given() -> None:
+    """Bit for bit, whatever they are: 0 times NaN would be NaN."""
+    features = [Lookup(row_mask(30), some_ids(30, 700)), Lookup(row_mask(9), some_ids(9, 500))]
+    for dtype in DTYPES:
+        given = torch.randn(1200)
+        for place, value in enumerate((float("nan"), -0.0, float("inf"), -float("inf"))):
+            given[place::7] = value
+        check_lookup(features, given.to(DEVICE, dtype))
+        check_lookup(features, given.to(DEVICE, dtype).repeat_interleave(2)[::2])
+
+
+@case
+def gradients_of_given_weights() -> None:
+    from dist_sparse.extras.device.row_kernels import TritonLookups
+
+    mask = row_mask(30)
+    samples = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    ids = some_ids(30, 50).to(DEVICE)
+    given = torch.randn(50, device=DEVICE, requires_grad=True)
+    TritonLookups([(mask, samples, True)]).weights(ids, [0, 50], given).sum().backward()
+    kept = ~mask.dead_rows()[ids]
+    assert given.grad is not None and torch.equal(given.grad, kept.float())
+    assert samples.tolist() == [50, int((~kept).sum())]
+
+
+@case
+def samples_of_features_of_every_length() -> None:
+    """From none to several programs' worth: each is counted once where programs share it."""
+    masks = [None, *(row_mask(10 + index, kept=0.3) for index in range(37))]
+    for length in (2, 40, 3000):
+        features = [
+            Lookup(masks[n * 7 % 38], some_ids(10, n * n % length), n % 5 > 0)
+            for n in range(331 if length < 100 else 9)
+        ]
+        check_lookup(features)
+
+
+@case
+def lookups_whose_ends_leave_ids_out_or_have_too_few() -> None:
+    from dist_sparse.extras.device.row_kernels import TritonLookups
+
+    mask = row_mask(5000, kept=-1)
+    ids = torch.arange(4000, device=DEVICE)
+    for count, ends, known in ((4000, [35, 3070], range(35, 3070)), (2000, [0, 3000], range(2000))):
+        samples = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        weights = TritonLookups([(mask, samples, True)]).weights(ids[:count], ends, None)
+        assert (weights == 0).nonzero().flatten().tolist() == list(known)
+        assert samples.tolist() == [len(known)] * 2
+    for ends in ([0, 60, 20, 80], [0, 5, 90, 50, 3, 80], [70, 0, 0, 60, 90, 1, 2, 75]):
+        TritonLookups([(mask, samples, True)] * (len(ends) - 1)).weights(ids[:80], ends, None)
+
+
+@case
+def a_lookup_without_ids() -> None:
+    check_lookup([Lookup(row_mask(5), torch.zeros(0, dtype=torch.int64))] * 2)
+
+
+@case
+def more_than_2_31_rows() -> None:
+    """Of one column of 8 bits, so that they fit into memory."""
+    from dist_sparse.extras.device.row_kernels import TritonLookups
+
+    rows = 2**32 + 16
+    mask = BlockMask(Rect(0, 0, rows, 1), (1, 1), zero_pages(rows // 8))
+    mask.bits[-2:] = 0b0110_0000
+    ids = torch.arange(16, device=DEVICE) + 2**32
+    lookups = TritonLookups([(mask, None, True)])
+    assert lookups.flags(ids, [0, 16]).nonzero().flatten().tolist() == [5, 6, 13, 14]
+    assert not lookups.flags(ids - 2**32, [0, 16]).any()
 
 
 def compile_for_cuda() -> None:

@@ -38,26 +38,34 @@ class Ceiling(NamedTuple):
     peak: int
 
 
-# By block. No score but the frequency, which counts lookups, costs an ordinary step more; whole rows
-# are flagged for scores that read which rows were written.
+# By block, and by block and score where a score costs more: the frequency counts lookups, and with
+# scores that grow by gradients of removed rows, whole rows are flagged and cleaned as others are.
 ORDINARY_STEP: Final = {
-    "row": Ceiling(0, 3, 2, 1),
+    "row": Ceiling(0, 1, 1, 1),
     "1x4": Ceiling(0, 2, 20, 1),
     "2x2": Ceiling(0, 2, 20, 1),
     "1x1": Ceiling(0, 2, 20, 1),
-    "frequency": Ceiling(0, 4, 3, 1),
+    "row, frequency": Ceiling(0, 2, 2, 1),
+    "row, accumulator": Ceiling(0, 2, 2, 0),
+    "1x4, frequency": Ceiling(0, 3, 3, 1),
+    "2x2, frequency": Ceiling(0, 3, 3, 1),
+    "1x1, frequency": Ceiling(0, 3, 3, 1),
 }
 
-# A step that counts its lookups for the records: one in 16. It launches more than the others, however
-# many tables there are, and does not wait.
-SAMPLED_STEP: Final = {"row": Ceiling(0, 16, 5, 2), "1x4": Ceiling(0, 15, 9, 2)}
+# A step that samples its lookups for the records, one in 16: with a launch more than the others where
+# none weighs ids. Counted lookups are not sampled too.
+SAMPLED_STEP: Final = {
+    "row": Ceiling(0, 1, 1, 1),
+    "1x4": Ceiling(0, 3, 6, 0),
+    "1x4, frequency": Ceiling(0, 3, 7, 0),
+}
 
 # The first step after a mask update takes the new masks, and does not wait either.
 FIRST_STEP: Final = {
-    "row": Ceiling(0, 44, 87, 1),
-    "1x4": Ceiling(0, 40, 49, 1),
-    "2x2": Ceiling(0, 54, 250, 12),
-    "1x1": Ceiling(0, 42, 133, 1),
+    "row": Ceiling(0, 5, 2, 1),
+    "1x4": Ceiling(0, 8, 33, 1),
+    "2x2": Ceiling(0, 22, 234, 11),
+    "1x1": Ceiling(0, 10, 117, 1),
 }
 
 # By norms, and by norms times Adagrad's sums, the default of sparsify(). Kernels take all blocks

@@ -53,6 +53,7 @@ class Run:
         score: of :class:`~dist_sparse.ImportanceSparsifier`.
         enforcer: options of the enforcer.
         caches: whether the kernel caches rows of tables in unified memory.
+        finer: blocks of tables with others.
         **options: of the sparsifier.
     """
 
@@ -66,6 +67,7 @@ class Run:
         score: str = "norm",
         enforcer: dict[str, Any] | None = None,
         caches: bool = False,
+        finer: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.device = device
@@ -80,7 +82,10 @@ class Run:
         self.sparsifier = ImportanceSparsifier(
             sparsity_level=level, sparse_block_shape=block, score=score, norm="L2", **options
         )
-        self.sparsifier.add_model(self.model)
+        self.sparsifier.add_model(
+            self.model,
+            config={name: {"sparse_block_shape": shape} for name, shape in (finer or {}).items()},
+        )
         self.enforcer = MaskEnforcer(self.sparsifier, **(enforcer or {})).attach()
         self._turn = rank
 
@@ -88,7 +93,7 @@ class Run:
     def kernel(self) -> Kernel:
         return self.model.kernel
 
-    def features(self, bags: int = 8, each: int = 4) -> KeyedJaggedTensor:
+    def features(self, bags: int = 8, each: int = 4, weighted: bool = False) -> KeyedJaggedTensor:
         """Return the next batch; its offsets are known, as after TorchRec's input distribution."""
         self._turn += 2
         generator = torch.Generator().manual_seed(self._turn)
@@ -97,7 +102,14 @@ class Run:
         ids = [torch.randint(count, (bags * each,), generator=generator) for count in rows]
         put: Callable[[Tensor], Tensor] = cuda if self.device == "cuda" else lambda t: t
         lengths = torch.full((len(keys) * bags,), each)
-        batch = KeyedJaggedTensor(keys, put(torch.cat(ids)), lengths=put(lengths), stride=bags)
+        weights = torch.randn(len(lengths) * each, generator=generator)
+        batch = KeyedJaggedTensor(
+            keys,
+            put(torch.cat(ids)),
+            put(weights) if weighted else None,
+            lengths=put(lengths),
+            stride=bags,
+        )
         batch.offsets()
         return batch
 

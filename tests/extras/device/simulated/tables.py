@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dist_sparse.tables.protocols import KeptOf, TableConfig
+from dist_sparse.tables.protocols import TableConfig, WeightsOf
 from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData
 from dist_sparse.torchrec import port
 from tests.extras.device.simulated.fake import STREAMS, cuda, inner
@@ -86,6 +86,7 @@ class Kernel(nn.Module):
         self._states = [[self.put(sums)] for sums in self.sums]
         # Gradients flow through it to the backward, which updates the rows.
         self._anchor = torch.zeros((), requires_grad=True)
+        self._no_gradients: Tensor | None = None
         self.kernel = Batch(self)
         self.pending: MutableSet[object] = WeakSet()
 
@@ -113,14 +114,15 @@ class Kernel(nn.Module):
     def hyperparameters(self) -> dict[str, float]:
         return {"lr": RATE, "eps": EPS}
 
-    def mask_weights(self, call: dict[str, Any], kept: KeptOf) -> dict[str, Any]:
+    def mask_weights(self, call: dict[str, Any], weights_of: WeightsOf) -> dict[str, Any]:
         ends = call["offsets"][:: call["bags"]]
-        flags = kept(call["indices"], ends if ends.is_cuda else ends.tolist())
-        given = call["per_sample_weights"]
-        weights = flags.float() if given is None else given.masked_fill(~flags, 0)
+        ends = ends if ends.is_cuda else ends.tolist()
+        weights = weights_of(call["indices"], ends, call["per_sample_weights"])
         # FBGEMM computes no gradients of weights then.
-        none = torch.zeros(len(self.features), dtype=torch.int32, device=flags.device)
-        return {**call, "per_sample_weights": weights, "feature_requires_grad": none}
+        if self._no_gradients is None:
+            none = torch.zeros(len(self.features), dtype=torch.int32, device=weights.device)
+            self._no_gradients = none
+        return {**call, "per_sample_weights": weights, "feature_requires_grad": self._no_gradients}
 
     def restore_pooling(self, *_: object) -> None: ...
 

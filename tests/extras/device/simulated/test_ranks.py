@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dist_sparse import groups
+from dist_sparse.enforcer.rows import EVERY
 from dist_sparse.extras.device import flat_scores, update_checks
 from dist_sparse.masking import selection
 from dist_sparse.tables.shards import Rect
@@ -77,6 +78,26 @@ def check_masks_of(name: str, layout: Layout) -> None:
         found.sparsifier.apply_masks()
         assert all(map(torch.equal, whole(expected), whole(found)))
         assert all(map(torch.equal, shards, found.weights()))
+
+
+@on_ranks(2, local_world_size=2)
+@pytest.mark.parametrize("cut", LAYOUTS)
+@pytest.mark.parametrize("name", ["row", "1x4"])
+def test_cut_tables_train_as_on_a_cpu(name: str, cut: str) -> None:
+    """Weights, optimizer state and sampled lookups."""
+    found = []
+    with on_device():
+        for device in ("cpu", "cuda"):
+            run = Run(device, BLOCKS[name], [LAYOUTS[cut]] * 2, dist.get_rank())
+            run.update(0.8)
+            for _ in range(EVERY + 1):
+                run.model(run.features(weighted=True)).square().sum().backward()
+            tables = run.sparsifier.masks.tables
+            held = [shard for table in tables.names for shard in tables.table(table).shards]
+            samples = [inner(shard.lookups) for shard in held]
+            assert all(0 < int(removed) < int(total) for total, removed in samples)
+            found.append([*samples, *run.weights(), *run.kernel.sums])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.slow

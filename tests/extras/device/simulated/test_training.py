@@ -9,10 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from dist_sparse.enforcer.rows import EVERY, KeptIds
-from dist_sparse.extras.device import flat_scores
+from dist_sparse.enforcer.rows import EVERY
+from dist_sparse.extras.device import flat_scores, row_kernels
 from dist_sparse.masking import device as device_module
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.tables.shards import Rect
 from tests.extras.device.simulated.account import Spent
 from tests.extras.device.simulated.ceilings import (
     FIRST_STEP,
@@ -23,9 +26,9 @@ from tests.extras.device.simulated.ceilings import (
     UPDATE_BY_TOTALS,
     above,
 )
-from tests.extras.device.simulated.fake import cuda, inner
+from tests.extras.device.simulated.fake import counting, cuda, inner
 from tests.extras.device.simulated.runs import BLOCKS, Run, on_device
-from tests.extras.device.simulated.tables import one_rank
+from tests.extras.device.simulated.tables import Layout, one_rank
 
 SCORES = ["norm", "frequency", "accumulator", "norm_accumulator"]
 
@@ -65,8 +68,7 @@ def test_masks_and_weights_are_the_cpus(name: str, score: str) -> None:
     assert torch.equal(expected.kernel.memory, found.kernel.memory)
     stored = found.sparsifier.masks.tables
     assert all(mask.bits.is_cuda for table in stored.names for mask in stored.masks(table))
-    # Lookups are counted in every step.
-    most = ORDINARY_STEP["frequency" if score == "frequency" else name]
+    most = ORDINARY_STEP.get(f"{name}, {score}", ORDINARY_STEP[name])
     assert not above(spent["ordinary"], most)
     with_norms = score in ("norm", "norm_accumulator")
     assert not above(spent["update"], (UPDATE if with_norms else UPDATE_BY_TOTALS)[name])
@@ -74,20 +76,61 @@ def test_masks_and_weights_are_the_cpus(name: str, score: str) -> None:
         assert not above(spent["first"], FIRST_STEP[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED_STEP)
 def test_what_a_sampled_step_costs(name: str) -> None:
+    """However many tables there are."""
     found = []
+    block, _, score = name.partition(", ")
     with on_device():
         for layouts in (None, [one_rank(500, 128)] * 8):
-            run = Run("cuda", BLOCKS[name], layouts)
+            run = Run("cuda", BLOCKS[block], layouts, score=score or "norm")
             run.update()
             run.train(EVERY)
             found.append((run.ordinary_step(), run.ordinary_step()))
     (sampled, next_one), (of_many, _) = found
     assert not above(sampled, SAMPLED_STEP[name])
-    assert not above(next_one, ORDINARY_STEP[name])
-    assert of_many.launches == sampled.launches > next_one.launches
+    assert not above(next_one, SAMPLED_STEP[name])
+    assert of_many.launches == sampled.launches == next_one.launches + (name == "1x4")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bytes_of_an_id(weighted: bool) -> None:
+    """It is read, and its weight written: 12 bytes; 16 where it has a weight already. One more, of
+    the mask, is read from the cache."""
+    with on_device():
+        run = Run("cuda", BLOCKS["row"], [one_rank(500, 4)] * 8)
+        run.update()
+        run.train()
+        features = run.features(bags=512, each=4, weighted=weighted)
+        with counting() as meter:
+            run.model(features)
+    ids = 8 * 512 * 4
+    assert meter.spent.launches == 1
+    # Kept ids alone read the weight that they have.
+    assert 12 * ids < meter.spent.moved <= (16 if weighted else 12) * ids + ids + 5_000
+
+
+def samples(device: str, name: str, layouts: list[Layout], rank: int = 0) -> list[Tensor]:
+    """Weights and sampled lookups, with and without weighted ids, and tables whose blocks
+    differ."""
+    with on_device():
+        run = Run(device, BLOCKS[name], layouts, rank, finer={"t1": BLOCKS["1x4"]})
+        run.update(0.8)
+        for weighted in (False, True):
+            for _ in range(EVERY + 1):
+                run.model(run.features(weighted=weighted)).square().sum().backward()
+        tables = run.sparsifier.masks.tables
+        shards = [held for name in tables.names for held in tables.table(name).shards]
+        found = [inner(held.lookups) for held in shards]
+        # All lookups of the sampled forwards, and not each of a removed row.
+        assert all(int(total) == 3 * 32 and 0 < int(removed) < total for total, removed in found)
+        return [*found, *run.weights(), *run.kernel.sums]
+
+
+@pytest.mark.parametrize("name", ["row", "2x2"])
+def test_samples_are_the_cpus(name: str) -> None:
+    layouts = [one_rank(301, 32), one_rank(40, 8), one_rank(37, 32)]
+    assert all(map(torch.equal, *(samples(device, name, layouts) for device in ("cpu", "cuda"))))
 
 
 def grows(what: str) -> list[Any]:
@@ -216,9 +259,10 @@ def test_scores_that_are_not_finite_are_refused(name: str, bits: int) -> None:
 
 def test_ids_of_features_with_batches_of_different_sizes() -> None:
     """The host knows where their ids end."""
-    kept = torch.tensor([True, False, True])
+    mask = BlockMask(Rect(0, 0, 3, 4), (1, 4), cuda(torch.tensor([0b101], dtype=torch.uint8)))
     with on_device():
-        found = KeptIds({0: cuda(kept)}, [0, 1]).flags(cuda(torch.tensor([1, 0, 2, 1])), [0, 3, 4])
+        kept = row_kernels.TritonLookups([(mask, None, True), None])
+        found = kept.flags(cuda(torch.tensor([1, 0, 2, 1])), [0, 3, 4])
         assert found.is_cuda
         assert inner(found).tolist() == [False, True, True, True]
 
