@@ -18,7 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.optim import (
+    ASGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 from torch.utils._pytree import tree_leaves
 
 from dist_sparse.tables.memory import ByMemory, local, same_storage
@@ -324,12 +337,17 @@ def plain_records(
     return found
 
 
+# Classes of optimizers that have state for each parameter that they have stepped. SGD without
+# momentum has none, LBFGS for its first parameter alone.
+_STATEFUL = (
+    *(Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD),
+    *(NAdam, RAdam, RMSprop, Rprop, SparseAdam),
+)
+
+
 def _is_idle(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Return whether the state of an optimizer shows that it has never stepped a parameter."""
-    # SGD without momentum keeps no state, and LBFGS keeps it for its first parameter alone.
-    is_stateless = type(optimizer) in (SGD, LBFGS) and not optimizer.defaults.get("momentum")
-    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
-    return is_of_torch and not is_stateless and not optimizer.state.get(parameter)
+    return type(optimizer) in _STATEFUL and not optimizer.state.get(parameter)
 
 
 def _joined(of_each: Sequence[Known]) -> Known:
