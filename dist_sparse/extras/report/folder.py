@@ -125,6 +125,23 @@ _private = partial(os.open, mode=0o600)
 _OPEN: WeakValueDictionary[str, LogFile] = WeakValueDictionary()
 
 
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Exclude other threads and processes that lock the same file, which is created if missing.
+
+    Raises:
+        ValueError: it is not a regular file.
+        OSError: it can't be opened.
+    """
+    refuse_special(file)
+    with FileIO(file, "a", opener=_private) as stream:
+        # A file system without locks, as for a log.
+        with contextlib.suppress(OSError):
+            # Not lockf(), which does not exclude threads of one process.
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
 def check_config(config: Mapping[str, Any]) -> Any:
     """Return ``config`` as JSON-able values. Numbers that are not finite become text.
 

@@ -29,6 +29,7 @@ from dist_sparse.extras.report.folder import (
     LINES,
     RUN,
     check_config,
+    locked,
     read_about,
     read_lines,
 )
@@ -46,7 +47,7 @@ from dist_sparse.records import (
 #
 # They are added after training, from any process: the log of the run need not be open.
 
-_FILE = "artifacts.json"
+_FILE, _LOCK = "artifacts.json", "artifacts.lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,8 @@ def add_artifact(
         >>> add_artifact(folder, folder / "int8", auc=0.749)
         ArtifactBytes(name='int8', bytes=1000, auc=0.749, path='int8')
     """
+    if not isinstance(name, str | None):
+        raise ValueError(f"Invalid name={shortened(name)}: must be text.")
     run, artifact = Path(run), Path(artifact)
     _refuse_no_run(run, RUN)
     files = filter(Path.is_file, (artifact, *artifact.rglob("*")))
@@ -105,16 +108,19 @@ def add_artifact(
         )
     place, home = artifact.resolve(), run.resolve()
     new = ArtifactBytes(
-        name=artifact.name if name is None else name,
+        # Of the real path: "." has no name.
+        name=place.name if name is None else name,
         bytes=sum(sizes),
         auc=checks.number("auc", auc, least=0, most=1),
         # A run's folder is moved with what is inside.
         path=str(place.relative_to(home) if place.is_relative_to(home) else place),
     )
-    # A run is exported again after more training: the newest artifact of a name counts.
-    by_name = {old.name: asdict(old) for old in read_artifacts(run)} | {new.name: asdict(new)}
-    text = json.dumps([*by_name.values()], indent=2, allow_nan=False)
-    checks.write_whole(run / _FILE, f"{text}\n".encode())
+    # Jobs that export one model each add to the same run.
+    with locked(run / _LOCK):
+        # A run is exported again after more training: the newest artifact of a name counts.
+        by_name = {old.name: asdict(old) for old in read_artifacts(run)} | {new.name: asdict(new)}
+        text = json.dumps([*by_name.values()], indent=2, allow_nan=False)
+        checks.write_whole(run / _FILE, f"{text}\n".encode())
     return new
 
 

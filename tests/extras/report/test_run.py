@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
-from dist_sparse.extras.report import RunLog
+from dist_sparse.extras.report import RunLog, add_artifact
+from dist_sparse.extras.report import run as run_module
 from dist_sparse.extras.report.folder import LINES, RUN
 from dist_sparse.extras.report.run import read_run
 from dist_sparse.extras.report.summary import numbers, status, summary
@@ -190,3 +192,40 @@ def test_a_broken_run_to_compare_with_is_named(folder: Path) -> None:
     (folder / "dense" / RUN).write_text("[]")
     with pytest.raises(ValueError, match=r"dense.run\.json has format None"):
         read_run(folder)
+
+
+def test_an_artifact_has_a_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text, or that of its file or folder, also of the current one."""
+    for wrong in (5, Path("int8"), b"int8"):
+        with pytest.raises(ValueError, match=r"Invalid name=.*: must be text\."):
+            add_artifact(folder, folder / RUN, auc=0.5, name=wrong)  # type: ignore[arg-type]
+    assert read_run(folder).artifacts == ()
+    monkeypatch.chdir(folder / "dense")
+    assert add_artifact(folder, ".", auc=0.5).name == "dense"
+    assert [one.name for one in read_run(folder).artifacts] == ["dense"]
+
+
+def test_artifacts_that_are_added_at_once_all_count(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, read = Event(), run_module.read_artifacts
+
+    def slowly(run: Path) -> Any:
+        found = read(run)
+        # The first reader waits for the second to write, which the lock makes impossible.
+        if not began.is_set():
+            began.set()
+            written.wait(0.5)
+        return found
+
+    def add_second() -> None:
+        began.wait()
+        add_artifact(folder, folder / RUN, auc=0.5, name="second")
+        written.set()
+
+    began, second = Event(), Thread(target=add_second)
+    monkeypatch.setattr(run_module, "read_artifacts", slowly)
+    second.start()
+    add_artifact(folder, folder / RUN, auc=0.5, name="first")
+    second.join()
+    assert [one.name for one in read(folder)] == ["first", "second"]
