@@ -155,6 +155,16 @@ def check_config(config: Mapping[str, Any]) -> Any:
         raise ValueError(f"Invalid config: {error}.") from error
 
 
+def check_name(name: object) -> None:
+    """Refuse a name that is not text, which no reader takes.
+
+    Raises:
+        ValueError: it is neither text nor None, for a default.
+    """
+    if not isinstance(name, str | None):
+        raise ValueError(f"Invalid name={shortened(name)}: must be text.")
+
+
 def check_log(folder: Path, resume: bool) -> None:
     """Check that ``folder`` can be passed to :func:`open_log`. Write nothing.
 

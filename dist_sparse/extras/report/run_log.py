@@ -38,7 +38,13 @@ from torch import Tensor, nn
 
 from dist_sparse.checks import integer
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.extras.report.folder import LogFile, check_config, check_log, open_log
+from dist_sparse.extras.report.folder import (
+    LogFile,
+    check_config,
+    check_log,
+    check_name,
+    open_log,
+)
 from dist_sparse.extras.report.summary import table_json
 from dist_sparse.extras.report.words import shortened
 from dist_sparse.groups import group_over, world_group
@@ -162,6 +168,7 @@ class RunLog:
         with world.agreeing("RunLog()") as facts:
             # Inside agreeing(): an error on one rank is raised on all, so that no rank waits.
             _refuse_wrong(sparsifier, enforcer)
+            check_name(name)
             self.folder = Path(folder)
             given_sinks = [*sinks]
             if self._writes:

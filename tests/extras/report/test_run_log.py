@@ -310,6 +310,9 @@ def test_bad_values(tmp_path: Path) -> None:
             RunLog(tmp_path / "none", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Invalid config: "):
         RunLog(tmp_path / "none", config=[1])  # type: ignore[arg-type]
+    for name in (5, Path("x"), b"x"):
+        with pytest.raises(ValueError, match=r"Invalid name=.*: must be text\."):
+            RunLog(tmp_path / "none", name=name)  # type: ignore[arg-type]
     assert not (tmp_path / "none").exists()
     log = RunLog(tmp_path)
     log.step(3, loss=1.0)
