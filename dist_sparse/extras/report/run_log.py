@@ -217,7 +217,7 @@ class RunLog:
 
         Raises:
             ValueError: ``step`` is not an int or not larger than the last one, a value is not a
-                number, or the log is closed.
+                real number or too large for a float, or the log is closed.
         """
         if self._closed:
             raise ValueError(f"The log in {self.folder} is closed: it takes no step {step!r}.")
@@ -412,12 +412,24 @@ def _refuse_wrong(sparsifier: Any, enforcer: Any) -> None:
 
 
 def _refuse_non_number(name: str, value: object) -> None:
-    """Refuse everything but numbers and one-element tensors, without reading a tensor."""
-    fits = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+    """Refuse everything that ``float()`` does not take, without reading a tensor."""
+    if isinstance(value, Tensor):
+        fits = value.numel() == 1 and not value.is_complex()
+    else:
+        fits = isinstance(value, numbers.Real) and _fits_float(value)
     if not fits:
         raise ValueError(
-            f"Invalid {name}={shortened(value)}: must be a number or a one-element tensor."
+            f"Invalid {name}={shortened(value)}: must be a real number that a float can hold, or a"
+            " one-element tensor of real numbers."
         )
+
+
+def _fits_float(value: numbers.Real) -> bool:
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------

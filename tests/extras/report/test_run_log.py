@@ -318,7 +318,7 @@ def test_bad_values(tmp_path: Path) -> None:
     log.step(3, loss=1.0)
     with pytest.raises(ValueError, match=r"Invalid step=3: must be an int >= 4"):
         log.step(3, loss=1.0)
-    for bad in ("high", torch.zeros(2)):
+    for bad in ("high", torch.zeros(2), 10**400, 1j, torch.tensor(1j)):
         with pytest.raises(ValueError, match="Invalid loss="):
             log.step(4, loss=bad)  # type: ignore[arg-type]
     for bad in (4.5, "4", True, -1):
