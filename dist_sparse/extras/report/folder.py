@@ -84,16 +84,14 @@ class LogFile:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write one line of finite numbers."""
-        text = json.dumps(line, allow_nan=False, separators=(",", ":"))
-        self._append(f"{text}\n".encode())
+        self._append(_encoded(line))
 
     def begin_session(self) -> None:
         """Write the first line of a resumed run. An empty log stays empty."""
         if self._file.stat().st_size:
             # The newline ends a line that a crash has cut short. Readers skip a broken line before
-            # a resumed session.
-            self._append(b"\n")
-            self.write({"kind": _RESUMED, "started": _now()})
+            # a resumed session. In one write, so that a crash leaves both or none.
+            self._append(b"\n" + _encoded({"kind": _RESUMED, "started": _now()}))
 
     def close(self) -> None:
         """Close the file and release its lock. Further calls do nothing."""
@@ -116,6 +114,11 @@ class LogFile:
             message = f"{self._file} could not be written ({error}): the log ends here."
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             self.close()
+
+
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    text = json.dumps(line, allow_nan=False, separators=(",", ":"))
+    return f"{text}\n".encode()
 
 
 # Opener for FileIO, which sets the mode of a new file.
@@ -252,7 +255,8 @@ def read_about(file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and content of the lines of a log; skip lines that a crash has cut short.
+    """Yield number and content of the lines of a log; skip blank lines, and lines that a crash has
+    cut short.
 
     Raises:
         ValueError: another line is not a JSON object; names file and line.
@@ -263,6 +267,9 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         # An empty file runs no iteration.
         text = b"\n"
         for number, text in enumerate(stream, start=1):
+            # A resumed session begins with a newline, whether a line was cut short or not.
+            if text.isspace():
+                continue
             try:
                 line = _decode(text.decode())
             except (ValueError, RecursionError) as error:
