@@ -230,10 +230,13 @@ def _link_latest(folder: Path) -> None:
         return
     # A rename is atomic: no reader finds the link missing.
     part = part_of(link)
-    # A file system without links has no `latest`.
+    # A file system without links has no `latest`, nor a folder where replacing a link is denied.
     with contextlib.suppress(OSError):
-        part.symlink_to(folder.name)
-        part.replace(link)
+        try:
+            part.symlink_to(folder.name)
+            part.replace(link)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def read_about(file: Path) -> dict[str, Any]:
