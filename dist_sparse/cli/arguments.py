@@ -17,6 +17,7 @@ from typing import Any
 
 from dist_sparse import checks
 from dist_sparse.launch.__main__ import closest
+from dist_sparse.launch.child import relative
 
 
 class UsageError(ValueError):
@@ -215,7 +216,7 @@ def _call_user_code(function: Callable[..., Any], *args: Any, **options: Any) ->
         place = ""
         if lines:
             file = next(iter(lines))
-            place = f" at {os.path.relpath(file)}:{lines[file]}"
+            place = f" at {relative(file)}:{lines[file]}"
         # The first line: torch's messages have many.
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise EntryError(f"it failed{place} with {what}", status=1) from error

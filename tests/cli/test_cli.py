@@ -396,6 +396,19 @@ def test_a_wrong_function_is_named(
     check_wrong_function(["plan", function, "--budget", "10%"], message, status, capsys)
 
 
+def test_a_function_may_remove_the_working_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of the line that failed has its whole path then."""
+    file, work = tmp_path / "gone.py", tmp_path / "work"
+    file.write_text(f"import os\ndef one():\n    os.rmdir({str(work)!r})\n    return 1 / 0\n")
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    message = f"it failed at {file}:4 with ZeroDivisionError: division by zero"
+    check_wrong_function(["plan", f"{file}:one", "--budget", "10%"], message, 1, capsys)
+
+
 def check_wrong_function(
     words: list[str], message: str, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

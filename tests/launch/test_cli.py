@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import shlex
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dist_sparse.launch import child
 from dist_sparse.launch.__main__ import main
@@ -259,6 +261,28 @@ def test_the_launcher_needs_no_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.stdout == "[]\n"
+
+
+def test_a_failure_is_described_where_the_working_directory_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job may clean up after itself; the exit code stays the rank's."""
+    trace = 'Traceback (most recent call last)\n  File "/jobs/train.py", line 3, in <module>\n'
+    message = {"message": "SystemExit: 7", "extraInfo": {"py_callstack": trace, "timestamp": "1"}}
+    file = tmp_path / "error.json"
+    file.write_text(json.dumps({"message": message}))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=7, error_file=str(file))
+
+    def fail(words: list[str]) -> None:
+        raise ChildFailedError("train.py", {0: failure})
+
+    monkeypatch.setattr("torch.distributed.run.main", fail)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "work").rmdir()
+    assert child.torchrun("", []) == 7
+    said = capsys.readouterr().err
+    assert said == "launch: rank 0 failed at /jobs/train.py:3 with SystemExit: 7 (exit code 7)\n"
 
 
 @pytest.mark.parametrize(
