@@ -270,6 +270,13 @@ def wrong():
 
 def failing():
     raise KeyError("no such day")
+
+def ending():
+    yield from later()
+    raise KeyError("no third day")
+
+def single():
+    return {"0": torch.arange(10)}
 """
 
 
@@ -305,12 +312,15 @@ def test_plan_of_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "\n5 of 20 examples (25.0%) would read zeros.\n" in out
     for name, status, message in (
         ("wrong", 2, "returned int; must return batches."),
-        ("failing", 1, "it failed at "),
+        ("failing", 1, f"it failed at {os.path.relpath(file)}:19 with KeyError: 'no such day'"),
+        ("ending", 1, f"it failed at {os.path.relpath(file)}:23 with KeyError: 'no third day'"),
         ("absent", 2, f"{file} has no function 'absent'."),
     ):
         assert main([*words, "--batches", f"{file}:{name}"]) == status
         said = " ".join(capsys.readouterr().err.split())
         assert f"Invalid --batches='{file}:{name}': " in said and message in said
+    assert main([*words, "--batches", f"{file}:single"]) == 1
+    assert "batches of type dict: must be several: pass [batch]." in capsys.readouterr().err
 
 
 def test_plan_of_a_module(
