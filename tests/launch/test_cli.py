@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -174,6 +175,15 @@ def test_a_printed_command_sets_variables_that_shells_do_not(tmp_path: Path) -> 
     )
     note, threads, uid = done.stdout.splitlines()
     assert (note, uid) == ("it's $HOME", "UID=5") and int(threads) >= 1
+
+
+@pytest.mark.parametrize("command", [LAUNCH, (sys.executable, "-m", "dist_sparse", "launch")])
+def test_a_printed_command_has_the_bytes_of_its_words(command: tuple[str, ...]) -> None:
+    """Names of files need not be UTF-8, whatever the encoding of the terminal."""
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    words = [*command, "--print", "a.py", b"\xff", "é"]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, check=True, timeout=60)
+    assert done.stdout.endswith(b"-- a.py '\xff' '\xc3\xa9'\n")
 
 
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
