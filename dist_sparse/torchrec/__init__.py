@@ -57,7 +57,9 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
     torchrec = _minor(torchrec_version)
     fbgemm = _minor(fbgemm_version)
     if "" in (torch, torchrec, fbgemm):
-        _refuse_unknown("A prerelease or development build may read and write rows in other ways", have)
+        _refuse_unknown(
+            "A prerelease or development build may read and write rows in other ways", have
+        )
         return
     major, minor = map(int, torchrec.split("."))
     if major < 1:

@@ -28,6 +28,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -591,24 +592,27 @@ class Quality:
 
     def update(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
         """Take the logits and labels (0 or 1) of one step of this rank, ``(examples,)`` each.
-        Collective at every ``every``-th call.
+        Collective at every ``every``-th call: three messages.
 
         Returns:
             ``{"auc": ..., "ne": ...}`` at such a call, else ``{}``:
             ``log.step(step, **quality.update(...))``.
 
         Raises:
-            ValueError: the shapes differ.
+            ValueError: the shapes differ; on every rank at such a call, else on this rank alone.
         """
-        if logits.shape != labels.shape:
-            raise ValueError(
-                f"Invalid labels of shape {tuple(labels.shape)}: the logits have"
-                f" {tuple(logits.shape)}."
-            )
+        # First: a rank that catches an error keeps the pace of the others.
+        self._steps += 1
+        computes = self._steps % self.every == 0
+        with world_group().agreeing("Quality.update()") if computes else nullcontext():
+            if logits.shape != labels.shape:
+                raise ValueError(
+                    f"Invalid labels of shape {tuple(labels.shape)}: the logits have"
+                    f" {tuple(logits.shape)}."
+                )
         # They stay on their device: copying each batch would wait for it.
         self._batches.append((logits.detach().flatten(), labels.detach().flatten()))
-        self._steps += 1
-        return self.compute() if self._steps % self.every == 0 else {}
+        return self.compute() if computes else {}
 
     def compute(self) -> dict[str, float]:
         """Return AUC and NE of the examples since the last result, ``{}`` if no rank has any.
