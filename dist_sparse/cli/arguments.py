@@ -10,13 +10,15 @@ import runpy
 import sys
 import traceback
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dist_sparse import checks
 from dist_sparse.launch.__main__ import closest
+from dist_sparse.launch.child import relative
 
 
 class UsageError(ValueError):
@@ -68,18 +70,38 @@ def user_batches(entry: str | None) -> Iterable[Any] | None:
         entry: as for :func:`model_and_optimizer`.
 
     Raises:
-        UsageError: as :func:`model_and_optimizer` raises an EntryError.
+        UsageError: as :func:`model_and_optimizer` raises an EntryError. Reading the batches raises
+            it too.
+        ValueError: the function returned a single batch.
     """
     if entry is None:
         return None
-    try:
+    from dist_sparse.ids.counts import each_batch
+
+    with _naming_batches(entry):
         returned = _call_user_code(_import_function(entry))
         if not isinstance(returned, Iterable):
             raise EntryError(f"returned {type(returned).__name__}; must return batches.")
+    # Here, since it refuses a single batch by its type.
+    return _read(each_batch(returned), entry)
+
+
+def _read(batches: Iterable[Any], entry: str) -> Iterator[Any]:
+    """Yield batches. A generator is the user's code, which runs only now."""
+    end = object()
+    with _naming_batches(entry):
+        iterator = _call_user_code(iter, batches)
+        while (batch := _call_user_code(next, iterator, end)) is not end:
+            yield batch
+
+
+@contextmanager
+def _naming_batches(entry: str) -> Iterator[None]:
+    """Turn an EntryError, which is about FUNCTION, into an error about ``--batches``."""
+    try:
+        yield
     except EntryError as error:
-        # An EntryError is about FUNCTION.
         raise UsageError(f"Invalid --batches={entry!r}: {error}", error.status) from error
-    return returned
 
 
 def model_and_evaluate(entry: str) -> tuple[Any, Any, Callable[[float], tuple[Any, Any]] | None]:
@@ -215,7 +237,7 @@ def _call_user_code(function: Callable[..., Any], *args: Any, **options: Any) ->
         place = ""
         if lines:
             file = next(iter(lines))
-            place = f" at {os.path.relpath(file)}:{lines[file]}"
+            place = f" at {relative(file)}:{lines[file]}"
         # The first line: torch's messages have many.
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise EntryError(f"it failed{place} with {what}", status=1) from error

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,6 +56,10 @@ def _run(options: argparse.Namespace) -> int:
         return run(spec, ranks=options.ranks)
     added = additions(spec, os.environ)
     assignments = [f"{key}={value}" for key, value in added.items()]
+    # The shell must read the bytes that it passed: file names need not be UTF-8.
+    if isinstance(sys.stdout, TextIOWrapper):
+        encoding, errors = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
+        sys.stdout.reconfigure(encoding=encoding, errors=errors)
     # `env`: a shell itself assigns neither UID nor PPID.
     print(shlex.join(["env", *assignments, *argv(spec)]), flush=True)
     return 0

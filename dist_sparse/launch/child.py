@@ -97,8 +97,16 @@ def _describe(failure: Any) -> tuple[str, str]:
     where = ""
     if frames:
         script, _ = frames[0]
-        where = f" at {os.path.relpath(script)}:{dict(frames)[script]}"
+        where = f" at {relative(script)}:{dict(frames)[script]}"
     return f"failed{where} with {what}", trace
+
+
+def relative(file: str) -> str:
+    """Return a path relative to the working directory; unchanged if that directory was removed."""
+    try:
+        return os.path.relpath(file)
+    except OSError:
+        return file
 
 
 def rank(words: list[str]) -> None:

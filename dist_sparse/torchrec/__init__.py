@@ -57,7 +57,9 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
     torchrec = _minor(torchrec_version)
     fbgemm = _minor(fbgemm_version)
     if "" in (torch, torchrec, fbgemm):
-        _refuse_unknown("A development build may read and write rows in other ways", have)
+        _refuse_unknown(
+            "A prerelease or development build may read and write rows in other ways", have
+        )
         return
     major, minor = map(int, torchrec.split("."))
     if major < 1:
@@ -85,8 +87,8 @@ def _refuse_unknown(reason: str, have: str) -> None:
 
 
 def _minor(version: str) -> str:
-    """Return ``"MAJOR.MINOR"`` of a release; "" for nightly and internal builds, whose numbers
-    promise nothing."""
+    """Return ``"MAJOR.MINOR"`` of a release; "" for nightly and internal builds and prereleases
+    (``2.14.0a0+git``), whose numbers promise nothing."""
     # Not above: a process that serves does not need it.
     from packaging.version import InvalidVersion, Version
 
@@ -94,4 +96,4 @@ def _minor(version: str) -> str:
         found = Version(version)
     except InvalidVersion:
         return ""
-    return "" if found.is_devrelease else f"{found.major}.{found.minor}"
+    return "" if found.is_prerelease else f"{found.major}.{found.minor}"

@@ -270,6 +270,13 @@ def wrong():
 
 def failing():
     raise KeyError("no such day")
+
+def ending():
+    yield from later()
+    raise KeyError("no third day")
+
+def single():
+    return {"0": torch.arange(10)}
 """
 
 
@@ -305,12 +312,15 @@ def test_plan_of_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "\n5 of 20 examples (25.0%) would read zeros.\n" in out
     for name, status, message in (
         ("wrong", 2, "returned int; must return batches."),
-        ("failing", 1, "it failed at "),
+        ("failing", 1, f"it failed at {os.path.relpath(file)}:19 with KeyError: 'no such day'"),
+        ("ending", 1, f"it failed at {os.path.relpath(file)}:23 with KeyError: 'no third day'"),
         ("absent", 2, f"{file} has no function 'absent'."),
     ):
         assert main([*words, "--batches", f"{file}:{name}"]) == status
         said = " ".join(capsys.readouterr().err.split())
         assert f"Invalid --batches='{file}:{name}': " in said and message in said
+    assert main([*words, "--batches", f"{file}:single"]) == 1
+    assert "batches of type dict: must be several: pass [batch]." in capsys.readouterr().err
 
 
 def test_plan_of_a_module(
@@ -394,6 +404,19 @@ def test_a_wrong_function_is_named(
     status = 1 if function.endswith((":broken", ":parsing")) else 2
     function = function.replace("{model}", model).replace("{folder}", str(folder))
     check_wrong_function(["plan", function, "--budget", "10%"], message, status, capsys)
+
+
+def test_a_function_may_remove_the_working_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of the line that failed has its whole path then."""
+    file, work = tmp_path / "gone.py", tmp_path / "work"
+    file.write_text(f"import os\ndef one():\n    os.rmdir({str(work)!r})\n    return 1 / 0\n")
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    message = f"it failed at {file}:4 with ZeroDivisionError: division by zero"
+    check_wrong_function(["plan", f"{file}:one", "--budget", "10%"], message, 1, capsys)
 
 
 def check_wrong_function(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
 import shlex
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dist_sparse.launch import child
 from dist_sparse.launch.__main__ import main
@@ -174,6 +177,15 @@ def test_a_printed_command_sets_variables_that_shells_do_not(tmp_path: Path) -> 
     assert (note, uid) == ("it's $HOME", "UID=5") and int(threads) >= 1
 
 
+@pytest.mark.parametrize("command", [LAUNCH, (sys.executable, "-m", "dist_sparse", "launch")])
+def test_a_printed_command_has_the_bytes_of_its_words(command: tuple[str, ...]) -> None:
+    """Names of files need not be UTF-8, whatever the encoding of the terminal."""
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    words = [*command, "--print", "a.py", b"\xff", "é"]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, check=True, timeout=60)
+    assert done.stdout.endswith(b"-- a.py '\xff' '\xc3\xa9'\n")
+
+
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 
 
@@ -259,6 +271,28 @@ def test_the_launcher_needs_no_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.stdout == "[]\n"
+
+
+def test_a_failure_is_described_where_the_working_directory_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job may clean up after itself; the exit code stays the rank's."""
+    trace = 'Traceback (most recent call last)\n  File "/jobs/train.py", line 3, in <module>\n'
+    message = {"message": "SystemExit: 7", "extraInfo": {"py_callstack": trace, "timestamp": "1"}}
+    file = tmp_path / "error.json"
+    file.write_text(json.dumps({"message": message}))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=7, error_file=str(file))
+
+    def fail(words: list[str]) -> None:
+        raise ChildFailedError("train.py", {0: failure})
+
+    monkeypatch.setattr("torch.distributed.run.main", fail)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "work").rmdir()
+    assert child.torchrun("", []) == 7
+    said = capsys.readouterr().err
+    assert said == "launch: rank 0 failed at /jobs/train.py:3 with SystemExit: 7 (exit code 7)\n"
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,10 @@ def test_modules_that_are_refused(case: str) -> None:
         (("2.12.1", "1.8.0", "1.8.0+cu130"), r"The torch is wrong: torchrec 1.8.0 needs 2.13.\*"),
         (("2.12.1", "1.7.2", "1.7.0"), "knows those of 1.8, 1.9; installed: torch 2.12.1, torchre"),
         (("2.15.0", "1.10.0", "1.10.0"), "To go on at your own risk, set DIST_SPARSE_UNKNOWN_REL"),
-        (("2.15.0.dev20260901", "1.10.0a0", "INTERNAL"), "A development build may read and write"),
+        (("2.15.0.dev20260901", "1.10.0a0", "INTERNAL"), "A prerelease or development build may"),
+        (("2.14.0a0+gitabc", "1.9.0", "1.9.0"), "A prerelease or development build may read"),
+        (("2.14.0", "1.9.0a0", "1.9.0"), "A prerelease or development build may read"),
+        (("2.14.0", "1.9.0", "1.9.0rc1"), "A prerelease or development build may read"),
     ],
 )
 def test_versions_that_do_not_fit_are_refused(versions: tuple[str, str, str], message: str) -> None:
@@ -391,7 +394,7 @@ def test_unknown_releases_at_ones_own_risk(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("DIST_SPARSE_UNKNOWN_RELEASES", "1")
     with pytest.warns(UserWarning, match="knows those of 1.8, 1.9; installed: torch 2.15.0"):
         check_versions("2.15.0", "1.10.0", "1.10.0")
-    with pytest.warns(UserWarning, match="A development build may read and write rows"):
+    with pytest.warns(UserWarning, match="A prerelease or development build may read"):
         check_versions("2.15.0.dev20260901", "1.10.0a0", "INTERNAL")
     # Known not to fit: no risk to take.
     with pytest.raises(ImportError, match=r"The torch is wrong: torchrec 1.9.2 needs 2.14.\*"):

@@ -541,8 +541,11 @@ class _Measurements:
                 file = self._folder / _FILE
                 refuse_special(file)
                 # Opened and closed for each line, so that a killed run loses none.
-                with file.open("a") as stream:
-                    stream.write(f"{json.dumps(line)}\n")
+                with file.open("a+b") as stream:
+                    # A killed run may have cut its last line short. An empty file has no last byte.
+                    stream.seek(max(stream.tell() - 1, 0))
+                    start = b"" if stream.read() in (b"", b"\n") else b"\n"
+                    stream.write(start + f"{json.dumps(line)}\n".encode())
 
     def _metrics(self, model: nn.Module, evaluate: Evaluate) -> dict[str, float]:
         with self._world.agreeing("evaluate()") as facts:

@@ -84,16 +84,14 @@ class LogFile:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write one line of finite numbers."""
-        text = json.dumps(line, allow_nan=False, separators=(",", ":"))
-        self._append(f"{text}\n".encode())
+        self._append(_encoded(line))
 
     def begin_session(self) -> None:
         """Write the first line of a resumed run. An empty log stays empty."""
         if self._file.stat().st_size:
             # The newline ends a line that a crash has cut short. Readers skip a broken line before
-            # a resumed session.
-            self._append(b"\n")
-            self.write({"kind": _RESUMED, "started": _now()})
+            # a resumed session. In one write, so that a crash leaves both or none.
+            self._append(b"\n" + _encoded({"kind": _RESUMED, "started": _now()}))
 
     def close(self) -> None:
         """Close the file and release its lock. Further calls do nothing."""
@@ -118,11 +116,33 @@ class LogFile:
             self.close()
 
 
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    text = json.dumps(line, allow_nan=False, separators=(",", ":"))
+    return f"{text}\n".encode()
+
+
 # Opener for FileIO, which sets the mode of a new file.
 _private = partial(os.open, mode=0o600)
 
 # Logs that this process has open, by the real path of their folders.
 _OPEN: WeakValueDictionary[str, LogFile] = WeakValueDictionary()
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Exclude other threads and processes that lock the same file, which is created if missing.
+
+    Raises:
+        ValueError: it is not a regular file.
+        OSError: it can't be opened.
+    """
+    refuse_special(file)
+    with FileIO(file, "a", opener=_private) as stream:
+        # A file system without locks, as for a log.
+        with contextlib.suppress(OSError):
+            # Not lockf(), which does not exclude threads of one process.
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def check_config(config: Mapping[str, Any]) -> Any:
@@ -136,6 +156,16 @@ def check_config(config: Mapping[str, Any]) -> Any:
         return json.loads(json.dumps(dict(config)), parse_constant=str)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"Invalid config: {error}.") from error
+
+
+def check_name(name: object) -> None:
+    """Refuse a name that is not text, which no reader takes.
+
+    Raises:
+        ValueError: it is neither text nor None, for a default.
+    """
+    if not isinstance(name, str | None):
+        raise ValueError(f"Invalid name={shortened(name)}: must be text.")
 
 
 def check_log(folder: Path, resume: bool) -> None:
@@ -200,10 +230,13 @@ def _link_latest(folder: Path) -> None:
         return
     # A rename is atomic: no reader finds the link missing.
     part = part_of(link)
-    # A file system without links has no `latest`.
+    # A file system without links has no `latest`, nor a folder where replacing a link is denied.
     with contextlib.suppress(OSError):
-        part.symlink_to(folder.name)
-        part.replace(link)
+        try:
+            part.symlink_to(folder.name)
+            part.replace(link)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def read_about(file: Path) -> dict[str, Any]:
@@ -225,7 +258,8 @@ def read_about(file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and content of the lines of a log; skip lines that a crash has cut short.
+    """Yield number and content of the lines of a log; skip blank lines, and lines that a crash has
+    cut short.
 
     Raises:
         ValueError: another line is not a JSON object; names file and line.
@@ -236,6 +270,9 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         # An empty file runs no iteration.
         text = b"\n"
         for number, text in enumerate(stream, start=1):
+            # A resumed session begins with a newline, whether a line was cut short or not.
+            if text.isspace():
+                continue
             try:
                 line = _decode(text.decode())
             except (ValueError, RecursionError) as error:

@@ -3,8 +3,9 @@
 - The format and the types of all values are checked: an editor or another program may have changed
   them. The page escapes all text.
 - A run that crashed or still runs is read up to its last complete line.
-- A session is the part of a log that one ``RunLog`` wrote. A resumed session may repeat steps: its
-  values replace the earlier ones. All mask updates that one session logged at a step count.
+- A session is the part of a log that one ``RunLog`` wrote. A resumed session may repeat steps: what
+  earlier sessions logged from its first step on is dropped, whether it is logged again or not. All
+  mask updates that one session logged at a step count.
 - Runs in folders inside the run's folder, such as a dense one, are compared with it.
 """
 
@@ -29,6 +30,8 @@ from dist_sparse.extras.report.folder import (
     LINES,
     RUN,
     check_config,
+    check_name,
+    locked,
     read_about,
     read_lines,
 )
@@ -46,7 +49,7 @@ from dist_sparse.records import (
 #
 # They are added after training, from any process: the log of the run need not be open.
 
-_FILE = "artifacts.json"
+_FILE, _LOCK = "artifacts.json", "artifacts.lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,7 @@ def add_artifact(
         >>> add_artifact(folder, folder / "int8", auc=0.749)
         ArtifactBytes(name='int8', bytes=1000, auc=0.749, path='int8')
     """
+    check_name(name)
     run, artifact = Path(run), Path(artifact)
     _refuse_no_run(run, RUN)
     files = filter(Path.is_file, (artifact, *artifact.rglob("*")))
@@ -105,16 +109,19 @@ def add_artifact(
         )
     place, home = artifact.resolve(), run.resolve()
     new = ArtifactBytes(
-        name=artifact.name if name is None else name,
+        # Of the real path: "." has no name.
+        name=place.name if name is None else name,
         bytes=sum(sizes),
         auc=checks.number("auc", auc, least=0, most=1),
         # A run's folder is moved with what is inside.
         path=str(place.relative_to(home) if place.is_relative_to(home) else place),
     )
-    # A run is exported again after more training: the newest artifact of a name counts.
-    by_name = {old.name: asdict(old) for old in read_artifacts(run)} | {new.name: asdict(new)}
-    text = json.dumps([*by_name.values()], indent=2, allow_nan=False)
-    checks.write_whole(run / _FILE, f"{text}\n".encode())
+    # Jobs that export one model each add to the same run.
+    with locked(run / _LOCK):
+        # A run is exported again after more training: the newest artifact of a name counts.
+        by_name = {old.name: asdict(old) for old in read_artifacts(run)} | {new.name: asdict(new)}
+        text = json.dumps([*by_name.values()], indent=2, allow_nan=False)
+        checks.write_whole(run / _FILE, f"{text}\n".encode())
     return new
 
 
@@ -475,8 +482,8 @@ class _Events:
         self._series: dict[str, list[tuple[int, float | None]]] = {}
         # Events by kind, each with its step.
         self._events: dict[str, list[tuple[int, Any]]] = defaultdict(list)
-        # Kinds whose first event in a resumed session is still to come.
-        self._resumed: set[str] = set()
+        # Whether the first step of a resumed session is still to come.
+        self._resumes = False
         # Seconds of each session by cause. A session that crashed has only its total.
         self._seconds: list[dict[str, float]] = [{}]
         self._mask_seconds = 0.0
@@ -495,6 +502,9 @@ class _Events:
         if not isinstance(kind, str) or kind not in self._adders:
             raise ValueError(f"kind is {shortened(kind)}; must be one of {', '.join(_LINES)}")
         refuse_wrong(line, _LINES[kind])
+        # A session without a step drops nothing: its lines have -1, and `resumed` has none.
+        if self._resumes and line.get("step", -1) >= 0:
+            self._drop_repeated(line["step"])
         self._adders[kind](line)
 
     def fields(self) -> dict[str, Any]:
@@ -512,7 +522,7 @@ class _Events:
             "finished": self._finished,
             "sessions": len(self._seconds),
             "last_step": self._last_step,
-            "values": {name: tuple(series) for name, series in self._series.items()},
+            "values": {name: tuple(series) for name, series in self._series.items() if series},
             "due": tuple(self._events["masks"]),
             "validations": tuple(self._events["validation"]),
             "spent": spent,
@@ -521,27 +531,31 @@ class _Events:
 
     def _begin_session(self, line: Mapping[str, Any]) -> None:
         self._seconds.append({})
-        self._resumed = {*_EVENTS}
+        self._resumes = True
         self._finished = False
+
+    def _drop_repeated(self, step: int) -> None:
+        """Drop what earlier sessions logged from the first step of a resumed one on."""
+        for logged in (*self._series.values(), *self._events.values()):
+            _drop_from(step, logged)
+        self._last_step = step
+        self._resumes = False
 
     def _add_values(self, line: Mapping[str, Any]) -> None:
         self._seconds[-1]["total"] = line["seconds"]
         self._last_step = step = line["step"]
         for name, value in line["values"].items():
             series = self._series.setdefault(name, [])
-            # Steps ascend within a session: this drops only those that an earlier one logged.
+            # Steps ascend, unless an editor has changed them.
             _drop_from(step, series)
             series.append((step, value))
 
     def _add_event(self, line: Mapping[str, Any]) -> None:
-        kind, step = line["kind"], line["step"]
+        kind, events = line["kind"], self._events[line["kind"]]
         event = _EVENTS[kind](line)
-        # Only the first event of a session drops older ones: its further events may share a step,
-        # and all count. `resumed` drops none, since its line has no step.
-        if kind in self._resumed:
-            _drop_from(step, self._events[kind])
-            self._resumed.discard(kind)
-        self._events[kind].append((step, event))
+        # An event of a resumed session without a step is shown at the step of the last one before.
+        step = max(line["step"], events[-1][0]) if events else line["step"]
+        events.append((step, event))
         if kind == "masks":
             self._mask_seconds += event.seconds
 
@@ -574,7 +588,7 @@ def _end_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _drop_from(step: int, events: list[tuple[int, Any]]) -> None:
-    """Drop the events that a resumed session repeats: from this step on."""
+    """Drop the events from this step on."""
     del events[bisect_left(events, step, key=itemgetter(0)) :]
 
 

@@ -28,6 +28,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -38,7 +39,13 @@ from torch import Tensor, nn
 
 from dist_sparse.checks import integer
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.extras.report.folder import LogFile, check_config, check_log, open_log
+from dist_sparse.extras.report.folder import (
+    LogFile,
+    check_config,
+    check_log,
+    check_name,
+    open_log,
+)
 from dist_sparse.extras.report.summary import table_json
 from dist_sparse.extras.report.words import shortened
 from dist_sparse.groups import group_over, world_group
@@ -162,6 +169,7 @@ class RunLog:
         with world.agreeing("RunLog()") as facts:
             # Inside agreeing(): an error on one rank is raised on all, so that no rank waits.
             _refuse_wrong(sparsifier, enforcer)
+            check_name(name)
             self.folder = Path(folder)
             given_sinks = [*sinks]
             if self._writes:
@@ -210,7 +218,7 @@ class RunLog:
 
         Raises:
             ValueError: ``step`` is not an int or not larger than the last one, a value is not a
-                number, or the log is closed.
+                real number or too large for a float, or the log is closed.
         """
         if self._closed:
             raise ValueError(f"The log in {self.folder} is closed: it takes no step {step!r}.")
@@ -405,12 +413,24 @@ def _refuse_wrong(sparsifier: Any, enforcer: Any) -> None:
 
 
 def _refuse_non_number(name: str, value: object) -> None:
-    """Refuse everything but numbers and one-element tensors, without reading a tensor."""
-    fits = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+    """Refuse everything that ``float()`` does not take, without reading a tensor."""
+    if isinstance(value, Tensor):
+        fits = value.numel() == 1 and not value.is_complex()
+    else:
+        fits = isinstance(value, numbers.Real) and _fits_float(value)
     if not fits:
         raise ValueError(
-            f"Invalid {name}={shortened(value)}: must be a number or a one-element tensor."
+            f"Invalid {name}={shortened(value)}: must be a real number that a float can hold, or a"
+            " one-element tensor of real numbers."
         )
+
+
+def _fits_float(value: numbers.Real) -> bool:
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------
@@ -572,24 +592,27 @@ class Quality:
 
     def update(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
         """Take the logits and labels (0 or 1) of one step of this rank, ``(examples,)`` each.
-        Collective at every ``every``-th call.
+        Collective at every ``every``-th call: three messages.
 
         Returns:
             ``{"auc": ..., "ne": ...}`` at such a call, else ``{}``:
             ``log.step(step, **quality.update(...))``.
 
         Raises:
-            ValueError: the shapes differ.
+            ValueError: the shapes differ; on every rank at such a call, else on this rank alone.
         """
-        if logits.shape != labels.shape:
-            raise ValueError(
-                f"Invalid labels of shape {tuple(labels.shape)}: the logits have"
-                f" {tuple(logits.shape)}."
-            )
+        # First: a rank that catches an error keeps the pace of the others.
+        self._steps += 1
+        computes = self._steps % self.every == 0
+        with world_group().agreeing("Quality.update()") if computes else nullcontext():
+            if logits.shape != labels.shape:
+                raise ValueError(
+                    f"Invalid labels of shape {tuple(labels.shape)}: the logits have"
+                    f" {tuple(logits.shape)}."
+                )
         # They stay on their device: copying each batch would wait for it.
         self._batches.append((logits.detach().flatten(), labels.detach().flatten()))
-        self._steps += 1
-        return self.compute() if self._steps % self.every == 0 else {}
+        return self.compute() if computes else {}
 
     def compute(self) -> dict[str, float]:
         """Return AUC and NE of the examples since the last result, ``{}`` if no rank has any.

@@ -127,6 +127,8 @@ def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
     # Interrupted in the last line.
     (tmp_path / "trials.jsonl").write_text(written[:-40])
     assert found(model, budgets=[0.2, 0.1], **options) == points and len(trained) == 1
+    # What was measured again is below the line that was cut short.
+    assert found(model, budgets=[0.2, 0.1], **options) == points and len(trained) == 1
     assert "of the bytes" in json.loads((tmp_path / "frontier.json").read_text())["recommendation"]
     trained.clear()
     model.weight.data[0, 0] += 1

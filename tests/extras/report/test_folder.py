@@ -143,6 +143,22 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["first", "folder"]
 
 
+def test_a_link_that_cannot_be_replaced_leaves_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as another user's `latest` in a folder with the sticky bit."""
+
+    def denied(part: Path, target: Path) -> Path:
+        if target.name == "latest":
+            raise PermissionError(1, "Operation not permitted")
+        os.replace(part, target)
+        return target
+
+    monkeypatch.setattr(Path, "replace", denied)
+    RunLog(tmp_path / "runs" / "a").close()
+    assert [file.name for file in (tmp_path / "runs").iterdir()] == ["a"]
+
+
 def test_one_log_at_a_time(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         log.step(0, loss=1.0)

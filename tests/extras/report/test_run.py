@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
-from dist_sparse.extras.report import RunLog
+from dist_sparse.extras.report import RunLog, add_artifact
+from dist_sparse.extras.report import run as run_module
 from dist_sparse.extras.report.folder import LINES, RUN
 from dist_sparse.extras.report.run import read_run
 from dist_sparse.extras.report.summary import numbers, status, summary
 from tests.extras.report.folders import edit, write_many
+from tests.extras.report.test_hostile import logged
 from tests.extras.report.test_run_log import train
 
 
@@ -92,8 +95,44 @@ def test_steps_that_a_resumed_run_does_again_count_once(folder: Path) -> None:
     assert run.sessions == 2 and "2 sessions" in status(run)
     assert [step for step, _ in run.values["loss"]] == [0, 1, 2, 3, 4, 5, 6]
     assert run.last("loss") == 106.0
-    assert [step for step, _ in run.due] == [0, 3, 6]
+    # The mask update of step 6 and the AUC of step 8 are not those of this session.
+    assert [step for step, _ in run.due] == [0, 3]
+    assert [step for step, _ in run.values["auc"]] == [0, 4]
     assert run.finished and run.spent.enforcement is None and run.tables
+
+
+def test_a_resumed_run_drops_each_kind_of_line_at_its_first_step(tmp_path: Path) -> None:
+    """Also where it logs none of that kind, and where its first line is a mask update."""
+    logged(tmp_path / "run")
+    log = tmp_path / "run" / LINES
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "values":
+            line["values"] |= {"test_auc": 0.5} if line["step"] == 3 else {}
+    masks = next(line for line in lines if line["kind"] == "masks")
+    again = [{"kind": "resumed", "started": ""}, masks | {"step": 2}]
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, *again]))
+    run = read_run(tmp_path / "run")
+    assert [step for step, _ in run.values["loss"]] == [0, 1]
+    assert "test_auc" not in run.values and run.validations == () and run.last_step == 2
+    assert [step for step, _ in run.due] == [1, 2]
+
+
+def test_a_resumed_session_without_a_step_drops_nothing(folder: Path) -> None:
+    lines = (folder / LINES).read_text().splitlines()
+    masks = next(json.loads(line) for line in lines if '"masks"' in line)
+    again = [{"kind": "resumed", "started": ""}, masks | {"step": -1}]
+    end = json.loads(lines[-1]) | {"step": -1}
+    lines += [json.dumps(line) for line in (*again, end)]
+    (folder / LINES).write_text("".join(f"{line}\n" for line in lines))
+    run = read_run(folder)
+    assert [step for step, _ in run.values["loss"]] == list(range(9)) and run.last_step == 8
+    # Its mask update follows the last one.
+    assert [step for step, _ in run.due] == [0, 3, 6, 6]
+    # The next session repeats steps after all.
+    with RunLog(folder, resume=True) as log:
+        log.step(4, loss=1.0)
+    assert [step for step, _ in read_run(folder).due] == [0, 3]
 
 
 def test_a_resumed_session_replaces_due_steps_however_short_the_first_was(tmp_path: Path) -> None:
@@ -190,3 +229,40 @@ def test_a_broken_run_to_compare_with_is_named(folder: Path) -> None:
     (folder / "dense" / RUN).write_text("[]")
     with pytest.raises(ValueError, match=r"dense.run\.json has format None"):
         read_run(folder)
+
+
+def test_an_artifact_has_a_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text, or that of its file or folder, also of the current one."""
+    for wrong in (5, Path("int8"), b"int8"):
+        with pytest.raises(ValueError, match=r"Invalid name=.*: must be text\."):
+            add_artifact(folder, folder / RUN, auc=0.5, name=wrong)  # type: ignore[arg-type]
+    assert read_run(folder).artifacts == ()
+    monkeypatch.chdir(folder / "dense")
+    assert add_artifact(folder, ".", auc=0.5).name == "dense"
+    assert [one.name for one in read_run(folder).artifacts] == ["dense"]
+
+
+def test_artifacts_that_are_added_at_once_all_count(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, read = Event(), run_module.read_artifacts
+
+    def slowly(run: Path) -> Any:
+        found = read(run)
+        # The first reader waits for the second to write, which the lock makes impossible.
+        if not began.is_set():
+            began.set()
+            written.wait(0.5)
+        return found
+
+    def add_second() -> None:
+        began.wait()
+        add_artifact(folder, folder / RUN, auc=0.5, name="second")
+        written.set()
+
+    began, second = Event(), Thread(target=add_second)
+    monkeypatch.setattr(run_module, "read_artifacts", slowly)
+    second.start()
+    add_artifact(folder, folder / RUN, auc=0.5, name="first")
+    second.join()
+    assert [one.name for one in read(folder)] == ["first", "second"]

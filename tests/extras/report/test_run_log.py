@@ -25,7 +25,7 @@ from dist_sparse import (
 )
 from dist_sparse.extras.report import RunLog
 from dist_sparse.extras.report.charts import charts
-from dist_sparse.extras.report.folder import LINES, LOCK, RUN, read_lines
+from dist_sparse.extras.report.folder import LINES, LOCK, RUN, LogFile, read_lines
 from dist_sparse.extras.report.run import read_run
 from dist_sparse.extras.report.run_log import MLflowSink, Quality, TensorBoardSink, WandbSink
 from dist_sparse.extras.report.writing import write_report
@@ -146,6 +146,21 @@ def test_what_a_crash_has_cut_off_is_skipped_when_the_run_is_resumed(tmp_path: P
     (tmp_path / LINES).write_text('{"kind": "val\n' + whole[-1])
     with pytest.raises(ValueError, match=r"log\.jsonl, line 1: "):  # no session begins below it
         lines_of(tmp_path)
+
+
+def test_a_resumed_session_begins_with_one_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash between two left a blank line, which no reader took."""
+    with RunLog(tmp_path) as log:
+        log.step(0, loss=1.0)
+    (tmp_path / LINES).write_bytes((tmp_path / LINES).read_bytes() + b"\n")
+    assert read_run(tmp_path).last_step == 0
+    written: list[bytes] = []
+    monkeypatch.setattr(LogFile, "_append", lambda _, content: written.append(content))
+    RunLog(tmp_path, resume=True).close()
+    assert [json.loads(content)["kind"] for content in written] == ["resumed", "end"]
+    assert written[0].startswith(b"\n{") and written[0].endswith(b"}\n")
 
 
 def test_a_line_of_which_a_crash_has_cut_off_the_end_alone_counts(tmp_path: Path) -> None:
@@ -310,12 +325,15 @@ def test_bad_values(tmp_path: Path) -> None:
             RunLog(tmp_path / "none", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Invalid config: "):
         RunLog(tmp_path / "none", config=[1])  # type: ignore[arg-type]
+    for name in (5, Path("x"), b"x"):
+        with pytest.raises(ValueError, match=r"Invalid name=.*: must be text\."):
+            RunLog(tmp_path / "none", name=name)  # type: ignore[arg-type]
     assert not (tmp_path / "none").exists()
     log = RunLog(tmp_path)
     log.step(3, loss=1.0)
     with pytest.raises(ValueError, match=r"Invalid step=3: must be an int >= 4"):
         log.step(3, loss=1.0)
-    for bad in ("high", torch.zeros(2)):
+    for bad in ("high", torch.zeros(2), 10**400, 1j, torch.tensor(1j)):
         with pytest.raises(ValueError, match="Invalid loss="):
             log.step(4, loss=bad)  # type: ignore[arg-type]
     for bad in (4.5, "4", True, -1):

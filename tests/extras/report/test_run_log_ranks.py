@@ -4,6 +4,7 @@ rank."""
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dist_sparse.extras.report.run_log import Quality
 from dist_sparse.groups import reset_traffic, traffic
 from tests.dist.cells import batch, build, cells, set_weights, weights
 from tests.dist.enforcing import optimizer_of, trained_cells
+from tests.dist.one_rank import short_timeout
 from tests.dist.pieces import shared_folder
 from tests.dist.plugin import on_ranks
 from tests.dist.test_importance import learn
@@ -71,9 +73,9 @@ def test_bad_values() -> None:
     """Refused by every rank, where rank 0 alone writes; the ranks go on together."""
     folder = shared_folder()
     with RunLog(folder) as log:
-        for bad in ({"loss": torch.ones(2)}, {"loss": "low"}):
+        for bad in (torch.ones(2), "low", 10**400, torch.tensor(1j)):
             with pytest.raises(ValueError, match="Invalid loss="):
-                log.step(0, **bad)  # type: ignore[arg-type]
+                log.step(0, loss=bad)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"Invalid step=0\.5"):
             log.step(0.5)  # type: ignore[arg-type]
         log.step(0, loss=1.0)
@@ -195,7 +197,7 @@ def test_quality() -> None:
     reset_traffic()
     assert measure.update(logits[mine][:4], labels[mine][:4]) == {} and traffic().collectives == 0
     found = measure.update(logits[mine][4:], labels[mine][4:])
-    assert traffic().collectives == 2
+    assert traffic().collectives == 3
     pairs = (logits[labels == 1][:, None] - logits[labels == 0][None]).double()
     auc = ((pairs > 0).double() + (pairs == 0).double() / 2).mean()
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), labels.double())
@@ -209,6 +211,22 @@ def test_quality() -> None:
     assert set(alone) == {"auc", "ne"}
     with pytest.raises(ValueError, match="Invalid labels of shape"):
         measure.update(logits, labels[:3])
+
+
+@on_ranks(2)
+def test_quality_of_labels_that_are_wrong_on_one_rank() -> None:
+    """Refused on both, where one would wait for the other; and the ranks go on together."""
+    logits = torch.tensor([-1.0, 2.0])
+    labels = torch.tensor([0.0, 1.0])
+    measure = Quality(every=1)
+    with short_timeout(), pytest.raises(ValueError, match=r"rank 1: .*Invalid labels of shape"):
+        measure.update(logits, labels[: 2 - dist.get_rank()])
+    assert measure.update(logits, labels)["auc"] == 1.0
+    # Between two results nothing is sent: that rank alone raises, and is in step all the same.
+    measure = Quality(every=2)
+    with pytest.raises(ValueError, match=r"^Invalid labels") if dist.get_rank() else nullcontext():
+        measure.update(logits, labels[: 2 - dist.get_rank()])
+    assert measure.update(logits, labels)["auc"] == 1.0
 
 
 def test_every_must_be_a_number_of_steps() -> None:
