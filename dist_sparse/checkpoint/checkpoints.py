@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
-import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
     # An object with masks and schedules, or a dict of several.
     Sparse = Stateful | Mapping[str, Stateful] | None
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +199,8 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Wait until the write of :meth:`save_async` is complete; raise its error, if any."""
+        """Wait until the write of :meth:`save_async` is complete; raise its error, if any. Local:
+        call it on every rank, because it raises an error once."""
         writing = self._writing
         if writing is None:
             return
@@ -233,9 +236,10 @@ class Checkpoints:
                 state. Nothing has changed, unless the disk fails while weights are read, or the
                 model's own ``set_extra_state()`` fails after that.
         """
-        self.wait()
         group = self._group()
         with group.agreeing("resume_latest()") as facts:
+            # Inside: the write of one rank alone may have failed.
+            self.wait()
             kinds = ("refuse", "merge")
             merge = checks.choice("row_wise_state", row_wise_state, kinds) == "merge"
             facts["root"] = self.root
@@ -267,9 +271,10 @@ class Checkpoints:
     ) -> tuple[NamedTensors, dict[str, checks.Json], checks.Json]:
         """Wait for the previous save; return the tensors, values and optimizer state of this
         rank."""
-        self.wait()
         group = self._group()
         with group.agreeing("save()") as facts:
+            # Inside: the write of one rank alone may have failed.
+            self.wait()
             checks.integer("step", step, least=0)
             # A copy: save_async() writes it later.
             extra = as_json("extra", extra)
@@ -330,8 +335,9 @@ class Checkpoints:
             try:
                 folders.sweep(self.keep)
             except Exception as error:
-                # The new checkpoint is complete, and the next save sweeps again.
-                warnings.warn(f"Old checkpoints can't be deleted: {error}.", stacklevel=2)
+                # The new checkpoint is complete, and the next save sweeps again. Not a warning: it
+                # may be an error, which would end this rank alone.
+                _log.warning("Old checkpoints can't be deleted: %s.", error)
 
     @quiet()
     def _load(

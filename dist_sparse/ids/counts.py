@@ -148,7 +148,8 @@ def count_lookups(
 
     Args:
         batches: KeyedJaggedTensors, or dicts of ids (int32 or int64, of any shape) by feature.
-            Features that no table has are ignored. For another kind of batch pass the ids:
+            Features that no table has are ignored. Batches with inverse indices count as if their
+            bags were repeated. For another kind of batch pass the ids:
             ``(batch.sparse_features for batch in loader)``.
         tables: the model, whose collections know which features look a table up (the feature of an
             ``nn.Embedding`` or ``nn.EmbeddingBag`` is the name of its table); or the number of rows
@@ -300,11 +301,30 @@ def _ids_by_feature(batch: Any) -> Iterator[tuple[str, Tensor, Tensor, int]]:
         for feature in [*batch.keys()]:
             yield feature, none, none, 0
         return
+    # Where a feature is deduplicated, examples share its bags, and each reads all ids of its bag.
+    keys, bags_of_keys = batch.inverse_indices_or_none() or ((), ())
+    shared = dict(zip(keys, bags_of_keys, strict=True))
     for feature, jagged in batch.to_dict().items():
-        lengths = jagged.lengths()
-        examples = torch.repeat_interleave(torch.arange(len(lengths)), lengths.cpu())
-        # Values after the last bag are padding.
-        yield feature, jagged.values()[: len(examples)], examples, len(lengths)
+        lengths = jagged.lengths().cpu()
+        bags = shared.get(feature, torch.arange(len(lengths))).cpu()
+        places, examples = _places(lengths, bags)
+        yield feature, jagged.values().cpu()[places], examples, len(bags)
+
+
+def _places(lengths: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the ids of all examples are stored, example after example, and the example of
+    each. Values after the last bag are padding, which no example reads.
+
+    Args:
+        lengths: number of ids of each bag.
+        bags: the bag of each example.
+    """
+    starts = lengths.cumsum(0) - lengths
+    counts = lengths[bags]
+    examples = torch.arange(len(bags)).repeat_interleave(counts)
+    # The ids of an example are consecutive: what its first id is shifted by shifts them all.
+    shifts = starts[bags] - (counts.cumsum(0) - counts)
+    return torch.arange(len(examples)) + shifts[examples], examples
 
 
 def bytes_of(tensor: Tensor) -> bytes:

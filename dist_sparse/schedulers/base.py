@@ -127,9 +127,6 @@ class BaseDataScheduler:
                 ``get_schedule_param`` are re-raised unchanged in one process, and as a ValueError
                 that names the rank on all of several. Nothing has changed then.
         """
-        # The constructor has taken the first step: this is the first call by the user.
-        if self._step_count == 1:
-            self._warn_of_wrong_order()
         # Counted before the values are computed: get_schedule_param() reads the counters.
         before = self.last_epoch, self._step_count
         self.last_epoch += 1
@@ -141,6 +138,10 @@ class BaseDataScheduler:
             self.last_epoch, self._step_count = before
             raise
         self._apply(values)
+        # The constructor has taken the first step: this is the first call by the user. Last: where
+        # warnings are errors, the step has happened.
+        if self._step_count == 2:
+            self._warn_of_wrong_order()
 
     def get_last_param(self) -> dict[str, Any]:
         """Return the value of every name after the last step.
@@ -241,7 +242,8 @@ class BaseDataScheduler:
         return facts
 
     def _warn_of_overruled(self, by_rank: Mapping[int, Mapping[str, Any]]) -> None:
-        """Warn, once for each scheduler, of the ranks whose values are not the first rank's."""
+        """Warn, once for each scheduler, of the ranks whose values are not the first rank's.
+        Collective that time."""
         record = self._record()
         first = next(iter(by_rank))
         used = by_rank[first]
@@ -252,12 +254,14 @@ class BaseDataScheduler:
         # One value as an example.
         rank = overruled[0]
         name = _differing(used, by_rank[rank])[0]
-        warn_on_first_rank(
-            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is"
-            f" {by_rank[rank][name]!r} on rank {rank} and {used[name]!r} on rank {first}, whose"
-            f" values are used on all ranks. Overruled: {ranks_text(overruled)}.",
-            stacklevel=5,
-        )
+        # A warning may be an error, and only the first rank warns.
+        with world_group().agreeing(f"step of {type(self).__name__}"):
+            warn_on_first_rank(
+                f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is"
+                f" {by_rank[rank][name]!r} on rank {rank} and {used[name]!r} on rank {first}, whose"
+                f" values are used on all ranks. Overruled: {ranks_text(overruled)}.",
+                stacklevel=5,
+            )
 
     def _apply(self, values: Mapping[str, Any]) -> None:
         """Write values to the configurations, and decide whether the next step of the sparsifier

@@ -214,21 +214,7 @@ class SparseTraining:
     def prepare_load(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         """Check a state as :meth:`load_state_dict` does, and return the local function that loads
         it. Collective; nothing changes before the function is called."""
-        # Before the state's schedule replaces this one.
-        endless = self.scheduler.end is None
-        commit = prepare_load(self.sparsifier, self.scheduler, self.guard, state_dict)
-
-        def load() -> None:
-            commit()
-            if endless and self.scheduler.end is not None:
-                warn_on_first_rank(
-                    f"The state's schedule ends at step {self.scheduler.end} and replaces end=None:"
-                    " masks freeze then. Load its masks alone, by"
-                    " sparse.sparsifier.load_state_dict(state['sparsifier']).",
-                    stacklevel=3,
-                )
-
-        return load
+        return prepare_load(self.sparsifier, self.scheduler, self.guard, state_dict)
 
     def detach(self) -> None:
         """End enforcement: the model trains on as if it had never been sparsified. Zeros stay until
@@ -315,17 +301,19 @@ class SparseTraining:
         self.sparsifier.step()
         self.guard.after_step()
         # enable_mask_update is still as before_step() has set it.
-        if (
+        removed_nothing = (
             self.sparsifier.enable_mask_update
             and self.sparsifier.masks.tables.keeps_all
             and checks.UNTOUCHED in self._final_levels()
-        ):
+        )
+        self.scheduler.step()
+        # Last: a warning may be an error, and only the first rank warns.
+        if removed_nothing:
             warn_on_first_rank(
                 'level="untouched" has removed no row: training has touched every row, or its'
                 " lookups have no record (optimizer state was not loaded, or reset).",
                 stacklevel=3,
             )
-        self.scheduler.step()
 
     def _detach_parts(self) -> bool:
         """Detach; return whether it was attached."""

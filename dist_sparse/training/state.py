@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dist_sparse import checks
-from dist_sparse.groups import world_group
+from dist_sparse.groups import warn_on_first_rank, world_group
 from dist_sparse.schedulers import ReadyDataScheduler, by_name
 from dist_sparse.sparsifiers.base import saved_configs
 from dist_sparse.sparsifiers.dense_store import Configs
@@ -70,6 +70,14 @@ def prepare_load(
         _refuse_other_steps(parts.get("levels"), configs)
         compared = {**settings, "base_param": schedule["base_param"], "guard": parts["guard"]}
         facts.update({f"{name} of the state": value for name, value in compared.items()})
+        # Here, where all ranks raise it if warnings are errors.
+        if scheduler.end is None and schedule["end"] is not None:
+            warn_on_first_rank(
+                f"The state's schedule ends at step {schedule['end']} and replaces end=None: masks"
+                " freeze then. Load its masks alone, by"
+                " sparse.sparsifier.load_state_dict(state['sparsifier']).",
+                stacklevel=4,
+            )
     # 2. The schedule.
     levels, commit_schedule = scheduler.prepare_values(schedule)
     # 3. The masks, under the settings that they were made with.

@@ -6,7 +6,10 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -254,3 +257,42 @@ def test_kills_while_writing_before_the_marker_and_after_it(tmp_path: Path) -> N
     assert ended.keys() == whole.keys() and all(
         torch.equal(ended[name], whole[name]) for name in whole
     )
+
+
+def refused_once(call: Callable[[], Any]) -> None:
+    """All ranks raise the error of a write that has failed on rank 0 alone."""
+    failed = Future[None]()
+    if dist.get_rank() == 0:
+        failed.set_exception(OSError(5, "gone"))
+    else:
+        failed.set_result(None)
+    Checkpoints._writing = failed
+    with pytest.raises(ValueError, match=r"refused on every rank.* rank 0: OSError: .* gone"):
+        call()
+    assert Checkpoints._writing is None
+
+
+@on_ranks(2)
+def test_a_write_that_failed_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    job = Job("row_wise", tmp_path)
+    refused_once(lambda: job.checkpoints.save(1, **job.parts))
+    refused_once(lambda: job.checkpoints.resume_latest(**job.parts))
+    assert job.checkpoints.resume_latest(**job.parts) is None
+    job.checkpoints.save(1, **job.parts)
+    assert job.checkpoints.steps() == [1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("later", [False, True])
+def test_an_old_folder_that_stays_ends_no_save(later: bool, tmp_path: Path) -> None:
+    """Rank 0 alone deletes it: a warning that is an error would leave the other waiting."""
+    warnings.filterwarnings("error", message="Old checkpoints")
+    checkpoints, model = Checkpoints(tmp_path, keep=1), torch.nn.Linear(1, 1)
+    for step in range(1, 4):
+        (checkpoints.save_async if later else checkpoints.save)(step, model=model)
+        checkpoints.wait()
+        dist.barrier()
+        assert checkpoints.steps()[-1] == step
+        # A folder in the folder of a checkpoint can't be deleted.
+        (tmp_path / f"step-{step:08d}" / "kept").mkdir(exist_ok=True)
+        dist.barrier()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dist_sparse import sparsify
+from dist_sparse import Advanced, sparsify
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.schedulers import (
     CubicDataScheduler,
@@ -387,3 +387,47 @@ def test_load_of_another_step_is_refused() -> None:
     assert scheduler.state_dict() == before and levels(sparsifier) == {"a": 0.0}
     scheduler.load_state_dict({**before, "last_epoch": 8})
     assert levels(sparsifier) == {"a": 0.8}
+
+
+@on_ranks(2)
+def test_a_warning_that_is_an_error_leaves_no_rank_a_step_behind() -> None:
+    """Only the first rank warns."""
+    sparsifier = sparsifier_of("a")
+    answers = {"a": 0.1}, {"a": per_rank(0.2, 0.9)}, {"a": 0.3}
+    scheduler = scripted(*answers)(sparsifier, "sparsity_level")
+    sparsifier.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refused(scheduler.step, "rank 0: UserWarning: Script: 'sparsity_level' of 'a' is 0.9")
+        assert levels(sparsifier) == {"a": 0.1} and scheduler.last_epoch == 0
+        for level in (0.2, 0.3):
+            scheduler.step()
+            assert levels(sparsifier) == {"a": level}
+            sparsifier.step()
+
+
+@on_ranks(2)
+def test_no_untouched_row_as_an_error_leaves_no_rank_a_step_behind() -> None:
+    model = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(40, 8, mode="sum"))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    sparse = sparsify(
+        model,
+        optimizer,
+        level="untouched",
+        schedule="constant",
+        end=4,
+        every=1,
+        advanced=Advanced(trust_record=True),
+    )
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        model(torch.arange(40).view(4, 10)).sum().backward()
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*has removed no row")
+            if dist.get_rank() == 0:
+                with pytest.raises(UserWarning, match="has removed no row"):
+                    sparse.step()
+            else:
+                sparse.step()
+        assert sparse.scheduler.last_epoch == step

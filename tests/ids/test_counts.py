@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec import KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 import dist_sparse
 from dist_sparse import LookupCounts, count_lookups, remove_untouched
@@ -79,6 +79,42 @@ def test_counts_of_another_type_or_shape_are_refused(counts: torch.Tensor) -> No
     """Counts of 32 bits could be saved, and not be loaded."""
     with pytest.raises(ValueError, match=r"Table 'weight': lookup counts are .* must be int64"):
         LookupCounts({"weight": counts}, batches=1)
+
+
+def test_a_deduplicated_batch_counts_as_the_whole_one() -> None:
+    """Each example reads all ids of its bag: removed ids are read by all that share it."""
+    sizes = {"a": 3, "b": 7}
+    lengths = {name: torch.randint(4, (size,)) for name, size in sizes.items()}
+    bags = {name: torch.randint(size, (12,)) for name, size in sizes.items()}
+    ids = {name: torch.randint(ROWS, (int(each.sum()),)) for name, each in lengths.items()}
+    # One more feature, which no table has.
+    values = torch.cat([*ids.values(), torch.tensor([5, 6])])
+    stored = KeyedJaggedTensor(
+        [*sizes, "unknown"],
+        values,
+        lengths=torch.cat([*lengths.values(), torch.tensor([2])]),
+        stride_per_key_per_rank=[[3], [7], [1]],
+        inverse_indices=(["b", "a"], torch.stack([bags["b"], bags["a"]])),
+    )
+    whole = {name: [*ids[name].split(lengths[name].tolist())] for name in sizes}
+    repeated = [whole[name][bag] for name in sizes for bag in bags[name].tolist()]
+    counted = torch.tensor([len(each) for each in repeated])
+    batch = KeyedJaggedTensor([*sizes], torch.cat(repeated), lengths=counted)
+    model = EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(
+                name=f"t_{name}", num_embeddings=ROWS, embedding_dim=4, feature_names=[name]
+            )
+            for name in sizes
+        ]
+    )
+    found, wanted = count_lookups([stored], model), count_lookups([batch], model)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    record = {f"t_{name}": torch.randint(2, (ROWS,)) for name in sizes}
+    removed = remove_untouched(model, record=record, trust_record=True)
+    share = removed.share([stored])
+    assert share == removed.share([batch])
+    assert share.examples == 12 and share.affected > 0
 
 
 @pytest.mark.whole

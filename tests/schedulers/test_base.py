@@ -81,3 +81,11 @@ def test_repr_is_short_with_many_tables() -> None:
     )
     scheduler = CubicDataScheduler(sparsifier, final=0.5, end=9)
     assert len(repr(scheduler)) < 200 and "sparsity_level of 1,000 names" in repr(scheduler)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_wrong_order_is_reported_once_the_step_is_taken() -> None:
+    scheduler = CubicDataScheduler(scheduled(0.0), final=0.5, end=2)
+    with pytest.raises(UserWarning, match=r"called before `data_sparsifier\.step\(\)`"):
+        scheduler.step()
+    assert scheduler.last_epoch == 1

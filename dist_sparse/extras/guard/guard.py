@@ -166,18 +166,20 @@ class Guard(UpdateGuard):
 
     def before_step(self) -> None:
         """Allow or delay the mask update of this step: set ``enable_mask_update``, which the
-        sparsifier's next step reads."""
+        sparsifier's next step reads. Collective when it warns."""
         state = self._state
         sparsifier = self._sparsifier
         # The schedule has set enable_mask_update for this step. The warning waits until a second
         # update is due: many loops train before they validate.
         if self._warns and state.owed and sparsifier.enable_mask_update:
             self._warns = False
-            warn_on_first_rank(
-                "The guard has let nothing be pruned so far: no mask update happens before the"
-                " first validation. Call Guard.check(metric) after each validation.",
-                stacklevel=4,
-            )
+            # A warning may be an error, and only the first rank warns.
+            with world_group().agreeing("step()"):
+                warn_on_first_rank(
+                    "The guard has let nothing be pruned so far: no mask update happens before the"
+                    " first validation. Call Guard.check(metric) after each validation.",
+                    stacklevel=4,
+                )
         # An owed update counts as one of this step.
         state.owed |= sparsifier.enable_mask_update
         sparsifier.enable_mask_update = False
@@ -233,12 +235,21 @@ class Guard(UpdateGuard):
             self._last.forget_moved(self._sparsifier.masks.tables.locate())
             facts.update(metric=value, tolerance=self.tolerance, mode=self.mode)
             facts.update(guard=asdict(self._state), can_undo=self._can_undo)
+        pending = self._state.pending
         # Equal facts, so that all ranks take the same branch below.
         outcome = self._accept_or_undo(value)
         if outcome.undone is not None:
             # Collective.
             outcome = replace(outcome, sparsity=removed_share(self._sparsifier.table_stats()))
         self.validations.append(outcome)
+        # Last: a warning may be an error, and only the first rank warns.
+        if pending is not None and not outcome.holds and outcome.undone is None:
+            warn_on_first_rank(
+                f"The metric fell after the mask update at step {pending}, which can't be undone:"
+                " weights, masks or a state were loaded, masks were squashed, or tables have moved."
+                " The level stays; no update follows.",
+                stacklevel=2,
+            )
         return outcome.holds
 
     def state_dict(self) -> dict[str, Any]:
@@ -339,12 +350,6 @@ class Guard(UpdateGuard):
             scheduler.stop_at(state.accepted)
         else:
             scheduler.stop_at(state.pending)
-            warn_on_first_rank(
-                f"The metric fell after the mask update at step {state.pending}, which can't be"
-                " undone: weights, masks or a state were loaded, masks were squashed, or tables"
-                " have moved. The level stays; no update follows.",
-                stacklevel=4,
-            )
         state.pending = None
         state.waiting = False
         state.owed = False

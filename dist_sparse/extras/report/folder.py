@@ -111,9 +111,9 @@ class LogFile:
             while left:
                 left = left[self._log.write(left) :]
         except OSError as error:
+            self.close()
             message = f"{self._file} could not be written ({error}): the log ends here."
             warnings.warn(message, RuntimeWarning, stacklevel=3)
-            self.close()
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:

@@ -255,10 +255,11 @@ class RunLog:
         # If a collective fails, the recorder is detached and the file closed all the same.
         try:
             seconds, tables = {}, []
-            self._write_events()
             if self._sparsifier is not None:
                 with self._sparsifier.masks.tables.jointly("RunLog.close()"):
                     tables = _end_of_tables(self._sparsifier)
+                # After the collectives: where warnings are errors, it may raise on rank 0 alone.
+                self._write_events()
                 seconds["masks"] = self._mask_seconds
             if self._enforcer is not None:
                 seconds["enforcement"] = self._enforcer.seconds - self._enforced_before
@@ -301,6 +302,7 @@ class RunLog:
             self._file.write(line)
 
     def _call_sinks(self, method: str, *values: Any) -> None:
+        failures = []
         # Over a copy: a sink that fails is removed from the list.
         for sink in [*self._sinks]:
             try:
@@ -308,8 +310,10 @@ class RunLog:
             # Any exception: a sink is the user's code, and must not end training.
             except Exception as error:
                 self._sinks.remove(sink)
-                failed = f"{type(sink).__name__} failed ({type(error).__name__}: {error})"
-                warnings.warn(f"{failed}: it gets no more values.", RuntimeWarning, stacklevel=3)
+                failures.append(f"{type(sink).__name__} failed ({type(error).__name__}: {error})")
+        # Last: where warnings are errors, the other sinks have been called.
+        for failure in failures:
+            warnings.warn(f"{failure}: it gets no more values.", RuntimeWarning, stacklevel=3)
 
     def _write_events(self) -> None:
         """Write the mask updates and validations since the last call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import pytest
@@ -168,4 +169,31 @@ def test_a_state_of_one_rank_is_refused() -> None:
     assert guard.state_dict()["best"] == 0.5
     sparse.load_state_dict(without)
     assert guard.state_dict()["best"] is None
+    sparse.detach()
+
+
+@on_ranks(2)
+def test_warnings_that_are_errors_leave_no_rank_a_step_behind() -> None:
+    """Only the first rank warns."""
+    cell, moved = moves(2)["table_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    guard = Guard()
+    sparse = sparsify(model, optimizer, **nested(guard=guard, **PLAN))
+    warnings.filterwarnings("error", message="The guard has let|The metric fell")
+    learn(model, optimizer, cell, 0)
+    sparse.step()
+    with pytest.raises(ValueError, match="rank 0: UserWarning: The guard has let nothing"):
+        sparse.step()
+    sparse.step()
+    guard.check(0.75)
+    sparse.step()
+    reshard(model, moved, 2)
+    if dist.get_rank() == 0:
+        with pytest.raises(UserWarning, match="tables have moved"):
+            guard.check(0.7)
+    else:
+        assert not guard.check(0.7)
+    assert [check.holds for check in guard.validations] == [True, False]
+    assert not guard.check(0.7) and sparse.finished
     sparse.detach()
