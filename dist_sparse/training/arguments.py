@@ -86,10 +86,13 @@ class UpdateGuard:
     def __init__(self) -> None:
         self.validations: list[GuardCheck] = []
 
+    def refuse_attached(self) -> None:
+        """Raise a ValueError if the training that it guards is attached."""
+
     def attach(
         self, sparsifier: ImportanceSparsifier, scheduler: schedulers.ReadyDataScheduler
     ) -> None:
-        """Guard the mask updates of these two from now on, with a new state."""
+        """Guard the mask updates of these two from now on, with a new state. Can't fail."""
 
     @property
     def owed(self) -> bool:

@@ -103,7 +103,8 @@ class Guard(UpdateGuard):
     undone if weights or masks were loaded, or masks squashed, in between: the level stays, with a
     warning, and the schedule ends.
 
-    A guard belongs to one training: :func:`~dist_sparse.sparsify` starts it again.
+    A guard belongs to one training: :func:`~dist_sparse.sparsify` starts it again, and refuses it
+    while the one before is attached.
 
     Args:
         tolerance: by how much the metric may be worse than the best one, at least 0.
@@ -150,6 +151,14 @@ class Guard(UpdateGuard):
         self.tolerance = float(checks.number("tolerance", tolerance, least=0))
         self.mode = checks.choice("mode", mode, _SIGNS)
         self._attached = False
+
+    def refuse_attached(self) -> None:
+        """Raise a ValueError if the training that it guards is attached. Local."""
+        if self._is_attached:
+            raise ValueError(
+                "The guard belongs to an attached SparseTraining: call its detach() first, or pass"
+                " another guard."
+            )
 
     def attach(self, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler) -> None:
         """Guard the mask updates of these two from now on, with a new state. Local."""
@@ -219,8 +228,7 @@ class Guard(UpdateGuard):
                 ValueError, on all of them.)
         """
         with world_group().agreeing("Guard.check()") as facts:
-            is_enforced = isinstance(self._sparsifier.masks.enforcer, MaskEnforcer)
-            if not (self._attached and is_enforced):
+            if not self._is_attached:
                 raise RuntimeError(
                     "Guard.check() needs an attached SparseTraining: pass the guard to sparsify(),"
                     " as Advanced(guard=...), and call detach() last."
@@ -262,6 +270,11 @@ class Guard(UpdateGuard):
                 f"Invalid mode={self.mode!r} of the guard: the state's has mode={parsed.mode!r}."
             )
         return partial(self._set_state, parsed)
+
+    @property
+    def _is_attached(self) -> bool:
+        """Whether it guards a training that is attached."""
+        return self._attached and isinstance(self._sparsifier.masks.enforcer, MaskEnforcer)
 
     def _set_state(self, state: GuardState) -> None:
         """Replace the state. The weights that the last update removed are released."""

@@ -414,3 +414,36 @@ def test_a_guard_starts_again_with_another_training() -> None:
     _, _, again = made(guard=guard)
     assert not again.validations and guard.check(0.25)
     again.detach()
+
+
+@pytest.mark.parametrize("of_other_model", [False, True])
+def test_a_guard_of_an_attached_training_gets_no_other(of_other_model: bool) -> None:
+    """A cell of a notebook that runs twice: the refused call left the first training unguarded."""
+    guard = Guard()
+    model, optimizer, sparse = made(guard=guard, every=1, end=8)
+    guard.check(0.75)
+    with pytest.raises(ValueError, match="The guard belongs to an attached SparseTraining"):
+        if of_other_model:
+            made(guard=guard)
+        else:
+            sparsify(model, optimizer, **nested(guard=guard, **PLAN))
+    assert guard.state_dict()["best"] == 0.75
+    for step in range(4):
+        learn(model, optimizer, step)
+        sparse.step()
+    # The second update waits for the validation of the first.
+    assert sparse.sparsity == 0.1
+    assert guard.check(0.75)
+    sparse.detach()
+
+
+def test_a_refused_training_does_not_get_the_guard() -> None:
+    guard = Guard()
+    _, _, before = made(guard=guard)
+    guard.check(0.75)
+    before.detach()
+    model, optimizer, sparse = made(guard=None)
+    with pytest.raises(ValueError, match="already sparsified"):
+        sparsify(model, optimizer, **nested(guard=guard, **PLAN))
+    assert guard.state_dict()["best"] == 0.75 and len(before.validations) == 1
+    sparse.detach()
