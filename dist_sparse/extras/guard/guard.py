@@ -325,8 +325,7 @@ class Guard(UpdateGuard):
             state.pending = None
             state.waiting = False
         else:
-            state.undone = pending
-            undone = self._stop()
+            state.undone = undone = self._stop()
         # last_epoch counts the steps taken; steps count from 0.
         step = max(self._scheduler.last_epoch - 1, 0)
         return GuardCheck(step=step, metric=metric, best=best, holds=holds, undone=undone)
@@ -340,26 +339,28 @@ class Guard(UpdateGuard):
     def _stop(self) -> int | None:
         """Undo the pending update, and end the schedule at the level of the one before. Return the
         step of the update that is undone."""
-        undone = None
         state = self._state
+        pending, undone = state.pending, None
         masks = self._sparsifier.masks
         scheduler = self._scheduler
         # _refuse_unfit() has refused other schedulers: only a curve has a level to stop at.
         assert isinstance(scheduler, CurveDataScheduler)
         if self._can_undo:
-            undone = state.pending
+            undone = pending
             self._last.undo(masks, masks.tables.locate())
             scheduler.stop_at(state.accepted)
         else:
-            scheduler.stop_at(state.pending)
-            warn_on_first_rank(
-                f"The metric fell after the mask update at step {state.pending}, which can't be"
-                " undone: weights, masks or a state were loaded, masks were squashed, or tables"
-                " have moved. The level stays; no update follows.",
-                stacklevel=4,
-            )
+            scheduler.stop_at(pending)
         state.pending = None
         state.waiting = False
         state.owed = False
         masks.undo = None
+        if undone is None:
+            # Last: where warnings are errors, rank 0 has stopped as the other ranks have.
+            warn_on_first_rank(
+                f"The metric fell after the mask update at step {pending}, which can't be undone:"
+                " weights, masks or a state were loaded, masks were squashed, or tables have moved."
+                " The level stays; no update follows.",
+                stacklevel=4,
+            )
         return undone

@@ -255,7 +255,7 @@ def test_weights_that_are_loaded_between_update_and_validation_stay() -> None:
     assert kept_bytes(sparse) == 0
     with pytest.warns(UserWarning, match="can't be undone: weights, masks or a state"):
         assert not sparse.guard.check(0.7)
-    assert sparse.validations[-1].undone is None
+    assert sparse.validations[-1].undone is sparse.guard.state_dict()["undone"] is None
     weight = next(iter(model.state_dict().values()))
     assert weight.unique().tolist() == [0.0, 2.0] and sparse.finished
     sparse.detach()
@@ -446,4 +446,19 @@ def test_a_refused_training_does_not_get_the_guard() -> None:
     with pytest.raises(ValueError, match="already sparsified"):
         sparsify(model, optimizer, **nested(guard=guard, **PLAN))
     assert guard.state_dict()["best"] == 0.75 and len(before.validations) == 1
+    sparse.detach()
+
+
+def test_a_warning_that_is_an_error_ends_the_schedule_too() -> None:
+    model, optimizer, sparse = made(every=1, end=8)
+    sparse.guard.check(0.75)
+    for step in range(2):
+        learn(model, optimizer, step)
+        sparse.step()
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="can't be undone"):
+            sparse.guard.check(0.7)
+    assert sparse.guard.state_dict()["pending"] is None and sparse.finished
     sparse.detach()
