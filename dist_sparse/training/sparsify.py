@@ -96,14 +96,14 @@ class SparseTraining:
         scheduler: ReadyDataScheduler,
         enforcer: MaskEnforcer,
         left_dense: Mapping[str, str],
-        guard: UpdateGuard,
+        guard: UpdateGuard | None,
     ) -> None:
         self.sparsifier = sparsifier
         self.scheduler = scheduler
         self.enforcer = enforcer
         self.left_dense = dict(left_dense)
         # Attached by sparsify(), as are the hooks.
-        self.guard = guard
+        self.guard = guard or UpdateGuard()
         # Set by sparsify() and _attach(), once the ranks have agreed.
         self._auto_step = False
         self._hooks = Hooks()
@@ -448,8 +448,6 @@ def sparsify(
         )
         # Resolved: text in the case that the parts use, and defaults.
         more: Any = args.advanced
-        guard = more.guard or UpdateGuard()
-        guard.refuse_attached()
         source = ModelTables(model, include=include, exclude=exclude, dense=more.dense)
         located = {data.name: data for data in source.locate()}
         # Walked once for all steps: a model may have many modules.
@@ -483,7 +481,7 @@ def sparsify(
     # Tables and modules as found above: nothing moves them before this call returns.
     walked = Walked(pruned, {model: modules})
     scheduler = _scheduler(args, sparsifier, finals)
-    training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, guard)
+    training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, more.guard)
     # 3. Attach hooks. From here on an error on any rank must remove them on all.
     try:
         with world.agreeing("sparsify()"):
@@ -507,7 +505,7 @@ def sparsify(
         training._detach_parts()
         raise
     # Last: a call that is refused takes no guard from the training that it belongs to.
-    guard.attach(sparsifier, scheduler)
+    training.guard.attach(sparsifier, scheduler)
     return training
 
 
