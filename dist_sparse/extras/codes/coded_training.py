@@ -1,8 +1,8 @@
 """Tables that train through codes: `quantize()`, and the handle that fits books by a schedule.
 
 Books are the same on every rank; codes are sharded like their rows. Codes are assigned from the
-books and the weights at scheduled steps only. Weights train on between them, so codes can't be
-recomputed from a checkpoint's weights, and the checkpoint holds them.
+books and the weights at scheduled steps, and after a reshard. Weights train on between them, so
+codes can't be recomputed from a checkpoint's weights, and the checkpoint holds them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def quantize(
             the names of the tables that get codes.
         begin: the first step at which books and codes change; steps count from 0.
         end: the last such step. After it books and codes are frozen, so that other layers fit to
-            them. None never freezes them.
+            them; only a reshard assigns codes again. None never freezes them.
         every: steps between two fits. Assigning codes costs about 3 us per row of 64 columns on one
             CPU thread; 8 fits per epoch are enough.
         commitment: factor in the loss of half the squared distance between the floats and the
