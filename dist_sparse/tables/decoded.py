@@ -41,10 +41,10 @@ def refuse_decoded(weights: Sequence[tuple[str, Tensor]], but: object = None) ->
     Raises:
         ValueError: names the first such table.
     """
-    find = same_storage([weight for _, weight in weights])
     decoded: list[int] = []
     for decoder in DECODERS:
         if decoder.sparsifier is not but:
+            find = same_storage([weight for _, weight in weights])
             for weight in decoder.weights():
                 decoded += find(weight)
     if decoded:

@@ -412,8 +412,8 @@ def sparsify(
         ``state_dict()``, ``load_state_dict()`` and ``detach()``.
 
     Raises:
-        ValueError, AssertionError: an argument is invalid, or tables are already sparsified; on
-            every rank, even if only one rank is wrong. Nothing is left attached.
+        ValueError, AssertionError: an argument is invalid, or tables are already sparsified or have
+            codes; on every rank, even if only one rank is wrong. Nothing is left attached.
 
     Example::
 

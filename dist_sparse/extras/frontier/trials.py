@@ -46,8 +46,8 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     is zero. Takes a copy of this rank's shards. No optimizer state is written.
 
     Raises:
-        ValueError: a table can't be served, or the candidate does not fit the tables; on every
-            rank, and nothing was changed.
+        ValueError: a table can't be served or has codes, or the candidate does not fit the tables;
+            on every rank, and nothing was changed.
 
     Example::
 
