@@ -199,10 +199,6 @@ def largest(weight: Tensor, count: int) -> list[int]:
     return weight.square().sum(1).topk(count).indices.tolist()
 
 
-@pytest.mark.skipif(
-    find_spec("dist_sparse.extras.rotation") is None, reason="the extra rotation was deleted"
-)
-@on_ranks(2)
 def test_lookups_of_codes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not read the weights that a trial changes."""
     coded = pytest.importorskip("dist_sparse.extras.codes.coded_training")
@@ -223,6 +219,10 @@ def test_lookups_of_codes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> N
         pass
 
 
+@pytest.mark.skipif(
+    find_spec("dist_sparse.extras.rotation") is None, reason="the extra rotation was deleted"
+)
+@on_ranks(2)
 def test_errors() -> None:
     """Refused on every rank before anything is written; an error within the block puts the weights
     back too."""
