@@ -31,6 +31,7 @@ from dist_sparse.optimizers import (
 )
 from dist_sparse.sparsifiers.pieces import shared_tensors
 from dist_sparse.sparsifiers.score import ScoreSparsifier
+from dist_sparse.tables.decoded import refuse_decoded, weights_of
 from dist_sparse.tables.initial import ALL_LOOKUPS, IF_COVERED, Unread, refuse_trained
 from dist_sparse.tables.shards import ROW, Block, Located, Rect, ShardedData
 from dist_sparse.text import count, number_of, printable, table_lines, wrapped
@@ -95,8 +96,8 @@ def remove_untouched(
     Raises:
         ValueError: a table has no record, a record that does not fit, or one that may not cover its
             training; no step of an optimizer has reached a table; the folder of ``record`` is
-            missing or damaged; ``record`` and ``optimizer`` are both given; ranks differ; on every
-            rank, and nothing has changed.
+            missing or damaged; ``record`` and ``optimizer`` are both given; a table has codes;
+            ranks differ; on every rank, and nothing has changed.
 
     Example::
 
@@ -130,6 +131,7 @@ def remove_untouched(
     # Over the world: if the model is not wrapped, each rank has its own tables.
     with world.agreeing("remove_untouched()"):
         located = removed.masks.tables.locate()
+        refuse_decoded(weights_of(located.values()))
         found = known_rows(model, [*located.values()], optimizer, counts)
         reads = _reads(located, found)
         stepped = _stepped(located, found, counts)

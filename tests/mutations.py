@@ -181,7 +181,7 @@ MUTATIONS = [
     M("torchrec/collections.py", "if is_cut and get_gradient_division()", "if is_cut", "tests/extras/codes/test_commitment_ranks.py -k 2-row_wise-sum"),
     M("extras/codes/learning.py", "torch.arange(number) * total // number", "torch.arange(number)", "tests/extras/codes/test_quantize.py -k first_books"),
     M("extras/codes/learning.py", "    entries[:, 0] = 0\n", "", "tests/extras/codes/test_quantize.py -k loop"),
-    M("extras/codes/coded_training.py", "shard.codes.mul_(shard.weight.any(1, keepdim=True))", "pass", "tests/extras/codes/test_quantize.py -k removed_rows"),
+    M("extras/codes/coded_training.py", "codes.mul_(weight.any(1, keepdim=True))", "pass", "tests/extras/codes/test_quantize.py -k removed_rows"),
     M("extras/codes/coded_training.py", "codes.copy_(saved_codes)", "pass", "tests/extras/codes/test_quantize.py -k resumed"),
 ]
 # fmt: on

@@ -77,9 +77,9 @@ def compact(
             on validation data: it helps with ids seen in training, and can harm with new ones.
 
     Raises:
-        ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a
-            kind that can't be compacted. Or arguments differ between ranks, or any rank failed, out
-            of memory for example. Raised on every rank; the model is unchanged.
+        ValueError: nothing is removed; a mask removes parts of rows; a table has codes; or a table
+            or model is of a kind that can't be compacted. Or arguments differ between ranks, or any
+            rank failed, out of memory for example. Raised on every rank; the model is unchanged.
         RuntimeError: a rank failed while old tables were released. Raised on every rank; no model
             is left. A rank that fails inside DDP's constructor raises alone: the others wait for
             the timeout of the model's process group.
@@ -309,9 +309,9 @@ def expand(
         seed: of ``initial="init"``.
 
     Raises:
-        ValueError: no table is compact, a table has a default row, or a table or model is of a kind
-            that can't be expanded. Or arguments differ between ranks, or any rank failed, out of
-            memory for example. Raised on every rank; the model is unchanged.
+        ValueError: no table is compact, a table has a default row or codes, or a table or model is
+            of a kind that can't be expanded. Or arguments differ between ranks, or any rank failed,
+            out of memory for example. Raised on every rank; the model is unchanged.
         RuntimeError: a rank failed while old tables were released. Raised on every rank; no model
             is left.
 

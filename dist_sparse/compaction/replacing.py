@@ -34,6 +34,7 @@ from dist_sparse.compaction.tables import (
 from dist_sparse.groups import Group
 from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.tables.bases import bases_of_outputs
+from dist_sparse.tables.decoded import refuse_decoded
 from dist_sparse.tables.modules import (
     check_module,
     collection_of,
@@ -411,6 +412,8 @@ class Rebuild:
         holders = _holders_of_parameters(self._model)
         wrappers = self._wrappers()
         for site in sites:
+            # Replaced modules would lose the hooks that decode.
+            refuse_decoded([(site.label, weight) for weight in site.module.parameters()])
             reasons = [
                 *self._reasons(site, narrowed, wrappers),
                 *self._reasons_of_tied_weights(site, holders),

@@ -36,6 +36,7 @@ from dist_sparse.messages import cut
 from dist_sparse.optimizers import Known, State
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.masks import ATTACHED, NO_ENFORCER, Enforcer
+from dist_sparse.tables.decoded import refuse_decoded
 from dist_sparse.tables.memory import ByMemory, same_storage
 from dist_sparse.tables.modules import batches_of, collections_of, torchrec_port
 from dist_sparse.tables.shards import ShardedData
@@ -166,8 +167,9 @@ class MaskEnforcer(Enforcer):
         Raises:
             ValueError: it is already attached, or another enforcer is attached to the same
                 sparsifier or weights; nothing is registered; none of the optimizers steps a
-                registered weight that requires a gradient; or a module that holds registered
-                weights is compiled. Nothing was changed.
+                registered weight that requires a gradient; a module that holds registered weights
+                is compiled; or a table has codes that another sparsifier's masks do not reach.
+                Nothing was changed.
         """
         return self.attach_to(self._walk(), optimizers)
 
@@ -421,8 +423,10 @@ class MaskEnforcer(Enforcer):
         if check:
             _check_not_compiled(walked.paths, [*collections, *dense.owners])
             dense.check_stepped({name: data.sharding for name, data in walked.located.items()})
-            shards = [(place.name, weight) for place, weight in walked.shards.items()]
-            refuse_masked([*shards, *dense.weights()], but=self)
+            weights = [(place.name, weight) for place, weight in walked.shards.items()]
+            weights += dense.weights()
+            refuse_masked(weights, but=self)
+            refuse_decoded(weights, but=self._sparsifier)
         # Only now: if something above is refused, the old hooks are still in place.
         for hooks, places in fused.items():
             hooks.moved_to(places)

@@ -86,10 +86,13 @@ class UpdateGuard:
     def __init__(self) -> None:
         self.validations: list[GuardCheck] = []
 
+    def refuse_attached(self) -> None:
+        """Raise a ValueError if the training that it guards is attached."""
+
     def attach(
         self, sparsifier: ImportanceSparsifier, scheduler: schedulers.ReadyDataScheduler
     ) -> None:
-        """Guard the mask updates of these two from now on, with a new state."""
+        """Guard the mask updates of these two from now on, with a new state. Can't fail."""
 
     @property
     def owed(self) -> bool:
@@ -263,8 +266,12 @@ class SparsifyArgs:
                 f"Invalid decay={given.decay} with score={given.score!r}: 'frequency' alone counts"
                 " lookups."
             )
-        if given.guard is not None and (given.rotate is not None or given.decay not in (None, 1)):
-            raise ValueError("Invalid guard with rotate or decay: no guard can undo such updates.")
+        if given.guard is not None:
+            given.guard.refuse_attached()
+            if given.rotate is not None or given.decay not in (None, 1):
+                raise ValueError(
+                    "Invalid guard with rotate or decay: no guard can undo such updates."
+                )
         if given.scope == "global" and given.rotate is not None:
             raise ValueError(
                 "Invalid scope='global' with rotate: rotated columns are removed by position."

@@ -102,8 +102,8 @@ class SparseTraining:
         self.scheduler = scheduler
         self.enforcer = enforcer
         self.left_dense = dict(left_dense)
+        # Attached by sparsify(), as are the hooks.
         self.guard = guard or UpdateGuard()
-        self.guard.attach(sparsifier, scheduler)
         # Set by sparsify() and _attach(), once the ranks have agreed.
         self._auto_step = False
         self._hooks = Hooks()
@@ -400,8 +400,8 @@ def sparsify(
         ``state_dict()``, ``load_state_dict()`` and ``detach()``.
 
     Raises:
-        ValueError, AssertionError: an argument is invalid, or tables are already sparsified; on
-            every rank, even if only one rank is wrong. Nothing is left attached.
+        ValueError, AssertionError: an argument is invalid, or tables are already sparsified or have
+            codes; on every rank, even if only one rank is wrong. Nothing is left attached.
 
     Example::
 
@@ -492,6 +492,8 @@ def sparsify(
     except BaseException:
         training._detach_parts()
         raise
+    # Last: a call that is refused takes no guard from the training that it belongs to.
+    training.guard.attach(sparsifier, scheduler)
     return training
 
 

@@ -1,24 +1,23 @@
 """Tables that train through codes: `quantize()`, and the handle that fits books by a schedule.
 
 Books are the same on every rank; codes are sharded like their rows. Codes are assigned from the
-books and the weights at scheduled steps only. Weights train on between them, so codes can't be
-recomputed from a checkpoint's weights, and the checkpoint holds them.
+books and the weights at scheduled steps, and after a reshard. Weights train on between them, so
+codes can't be recomputed from a checkpoint's weights, and the checkpoint holds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from dist_sparse.checks import digest, integer, number
 from dist_sparse.enforcer.enforcer import refuse_masked
-from dist_sparse.extras.codes.decoding import CodedShard, DecodingHooks, divisors
+from dist_sparse.extras.codes.decoding import DecodingHooks, divisors
 from dist_sparse.extras.codes.learning import assign, learn_books, refit_books, sample_rows
 from dist_sparse.groups import group_over, rank_in, world_group
 from dist_sparse.optimizers import Optimizers, leaves
@@ -27,13 +26,11 @@ from dist_sparse.serving.books import ENTRIES, LARGEST_HALF, LEAST_ROWS
 from dist_sparse.serving.sources import sparsifier_or_empty
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.chunked import ChunkedTensor
+from dist_sparse.tables.decoded import DECODERS, refuse_decoded, weights_of
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import ShardedData, resolve_block
+from dist_sparse.tables.shards import Rect, ShardedData, resolve_block
 from dist_sparse.text import count, number_of, shape_text, size, table_lines
 from dist_sparse.training.sparsify import SparseTraining
-
-# The hooks of all attached handles of this process.
-_ATTACHED: WeakSet[DecodingHooks] = WeakSet()
 
 
 def quantize(
@@ -68,7 +65,7 @@ def quantize(
             the names of the tables that get codes.
         begin: the first step at which books and codes change; steps count from 0.
         end: the last such step. After it books and codes are frozen, so that other layers fit to
-            them. None never freezes them.
+            them; only a reshard assigns codes again. None never freezes them.
         every: steps between two fits. Assigning codes costs about 3 us per row of 64 columns on one
             CPU thread; 8 fits per epoch are enough.
         commitment: factor in the loss of half the squared distance between the floats and the
@@ -119,7 +116,8 @@ def quantize(
         located = {data.name: data for data in source.locate()}
         groups = _groups_of(codes, located)
         _refuse_masks(sparsifier, groups, located)
-        _refuse_coded([located[name] for name in groups])
+        # Two hooks would decode by different books.
+        refuse_decoded(weights_of([located[name] for name in groups]))
         # Codes need no optimizer. Iterating refuses anything else, which must be a mistake.
         list(leaves(optimizer))
         facts["begin, end, every"] = asdict(schedule)
@@ -182,19 +180,17 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
 
         Raises:
             ValueError: weights are not finite or beyond float16, shards cut a group of columns, or
-                a table was compacted; on every rank, and nothing has changed.
-            RuntimeError: the handle is detached.
+                a table was replaced; on every rank, and nothing has changed.
+            RuntimeError: the handle is detached. (Of a fit on several ranks a ValueError, on all of
+                them.)
         """
-        hooks = self._live_hooks()
         version = self.sparsifier.masks.tables.version
         if self._schedule.updates(self._step):
             self._fit()
-        elif version != self._masks_version:
-            # Masks were updated between two fits. Removed rows must decode to zeros at once: their
-            # codes become 0, the entry of zeros. All other codes stay.
-            self.sparsifier.masks.enforcer.settle()
-            for shard in hooks.shards:
-                shard.codes.mul_(shard.weight.any(1, keepdim=True))
+        else:
+            hooks = self._live_hooks()
+            if version != self._masks_version:
+                self._clear_removed(hooks)
         self._masks_version = version
         self._step += 1
 
@@ -221,10 +217,10 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         Raises:
             ValueError: the state is of other tables, codes or columns, or differs between ranks; on
                 every rank, and nothing has changed.
-            RuntimeError: the handle is detached.
+            RuntimeError: the handle is detached. (On several ranks a ValueError, on all of them.)
         """
-        hooks = self._live_hooks()
         with world_group().agreeing("load_state_dict()") as facts:
+            hooks = self._live_hooks()
             _refuse_foreign(state_dict, list(self.books))
             step = integer("step", state_dict["step"], least=0)
             fitted = state_dict["fitted"]
@@ -251,7 +247,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         """Make lookups return floats again. Books stay, codes are dropped."""
         if self._hooks is not None:
             self._hooks.remove()
-            _ATTACHED.discard(self._hooks)
+            DECODERS.discard(self)
             self._hooks = None
 
     def summary(self) -> str:
@@ -295,7 +291,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         """Use new hooks instead of the previous ones. Can't fail."""
         self.detach()
         self._hooks = hooks
-        _ATTACHED.add(hooks)
+        DECODERS.add(self)
 
     def coded(self) -> dict[str, ShardedData]:
         """Return the codes that lookups decode, as tables of bytes ``(rows, groups)``, sharded like
@@ -323,9 +319,14 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
                 now = shape_text(shapes[name]) if name in shapes else "gone"
                 raise ValueError(
                     f"Table {name!r} is {now}, and was {shape_text(before)} when it got codes: call"
-                    " quantize() after compact()."
+                    " quantize() again."
                 )
         return tables
+
+    def weights(self) -> list[Tensor]:
+        """Return this rank's weights of the tables that have codes, as they are stored now."""
+        # Not located(), which raises where a table is gone.
+        return [weight for _, weight in weights_of(self._source.locate(self._groups))]
 
     def __exit__(self, *_: object) -> None:
         self.detach()
@@ -333,6 +334,16 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
     def __repr__(self) -> str:
         tables = number_of(len(self._groups), "table")
         return f"CodedTraining(step {self._step}, {tables}, {self._schedule})"
+
+    @torch.no_grad()
+    def _clear_removed(self, hooks: DecodingHooks) -> None:
+        """Set the codes of removed rows to 0, the entry of zeros: masks were updated between two
+        fits, and lookups must return zeros at once. All other codes stay."""
+        self.sparsifier.masks.enforcer.settle()
+        for data in self.located():
+            shards = zip(data.shards, hooks.coded[data.name].shards, strict=True)
+            for (_, weight), (_, codes) in shards:
+                codes.mul_(weight.any(1, keepdim=True))
 
     def _live_hooks(self) -> DecodingHooks:
         """Return the hooks on the modules that look tables up now.
@@ -355,9 +366,10 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             hooks = self._live_hooks()
             # The enforcer zeroes dirty rows when a lookup reads them; books are fitted to all rows.
             self.sparsifier.masks.enforcer.settle()
-            for shard in hooks.shards:
-                _refuse_range(shard)
             tables = self.located()
+            for data in tables:
+                for rect, weight in data.shards:
+                    _refuse_range(data.name, rect, weight)
         fitted = dict(self.books)
         with ExitStack() as undo:
             with world.jointly("step()"):
@@ -407,16 +419,6 @@ def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]
     return groups
 
 
-def _refuse_coded(tables: Sequence[ShardedData]) -> None:
-    """Refuse tables that have codes: two hooks would decode them by different books."""
-    for data in tables:
-        for _, weight in data.shards:
-            if any(hooks.at.get(weight) for hooks in _ATTACHED):
-                raise ValueError(
-                    f"Table {data.name!r} has codes already: call detach() of their handle first."
-                )
-
-
 def _refuse_masks(
     sparsifier: BaseDataSparsifier, groups: Mapping[str, int], located: Mapping[str, ShardedData]
 ) -> None:
@@ -442,16 +444,16 @@ def _refuse_masks(
             )
 
 
-def _refuse_range(shard: CodedShard) -> None:
+def _refuse_range(name: str, rect: Rect, weights: Tensor) -> None:
     """Refuse weights that no entry of a book can hold."""
-    if not shard.weight.numel():
+    if not weights.numel():
         return
-    for weight in map(float, torch.aminmax(shard.weight)):
+    for weight in map(float, torch.aminmax(weights)):
         # `abs(weight) > LARGEST_HALF` would be false for NaN.
         if not abs(weight) <= LARGEST_HALF:
             raise ValueError(
-                f"Table {shard.name!r} has the weight {weight} in {shard.rect}: entries of books"
-                f" are finite, and at most {LARGEST_HALF:g}."
+                f"Table {name!r} has the weight {weight} in {rect}: entries of books are finite,"
+                f" and at most {LARGEST_HALF:g}."
             )
 
 

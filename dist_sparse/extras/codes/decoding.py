@@ -36,7 +36,7 @@ class CodedShard:
     Args:
         name: the name of the table.
         rect: the rectangle of the shard in the table.
-        weight: the weight of the shard, live.
+        weight: the weight of the shard, where it is stored now.
         width: the number of columns of a group.
 
     Attributes:
@@ -69,6 +69,8 @@ class CodedShard:
         return gather_entries(codes + self._book_starts, self.entries)
 
 
+_ByWeight = ByMemory[CodedShard]
+
 # A function that gets a module's args, kwargs and output of floats, and returns its output of
 # decoded rows.
 _Decode = Callable[..., Tensor]
@@ -86,7 +88,6 @@ class DecodingHooks:
 
     Attributes:
         shards: the shards of this rank.
-        at: the shards, by weight.
         coded: the live codes, by table.
 
     Raises:
@@ -128,8 +129,8 @@ class DecodingHooks:
                 tiling=tuple(tuple(map(in_groups, rects)) for rects in data.tiling),
                 shards=tuple(codes),
             )
-        self.at = ByMemory(found)
-        self.shards = [*self.at.values()]
+        by_weight = ByMemory(found)
+        self.shards = [*by_weight.values()]
         self._unhooked = {*self.shards}
         self._handles = ExitStack()
         self._hooked: dict[nn.Module, list[nn.Module]] = {}
@@ -141,9 +142,9 @@ class DecodingHooks:
                 self._handles.enter_context(handle)
                 tables = collection_of(collection)
                 for kernel in tables.kernels():
-                    self._hook_kernel(tables, kernel)
+                    self._hook_kernel(tables, kernel, by_weight)
             for path, module in model.named_modules():
-                self._hook_module(path, module)
+                self._hook_module(path, module, by_weight)
             self._refuse_unhooked()
             self._handles = self._handles.pop_all()
 
@@ -183,9 +184,11 @@ class DecodingHooks:
         """Remove the hooks."""
         self._handles.close()
 
-    def _hook_kernel(self, tables: TableCollection, kernel: LookupKernel) -> None:
+    def _hook_kernel(
+        self, tables: TableCollection, kernel: LookupKernel, by_weight: _ByWeight
+    ) -> None:
         weights = kernel.weights()
-        shards = [*map(self.at.get, weights)]
+        shards = [*map(by_weight.get, weights)]
         coded = [shard for shard in shards if shard is not None]
         if coded:
             if self._commitment:
@@ -195,12 +198,12 @@ class DecodingHooks:
             # The gradient of the loss arrives here with the share of this rank: so does the pull.
             self._hook(kernel.module, coded, decode, self._commitment * kernel.loss_share)
 
-    def _hook_module(self, path: str, module: nn.Module) -> None:
+    def _hook_module(self, path: str, module: nn.Module, by_weight: _ByWeight) -> None:
         # A sharded collection shows the weights of its kernels as parameters of plain nn.Modules,
         # which look nothing up.
         weights = [] if type(module) is nn.Module else module.parameters(recurse=False)
         for weight in weights:
-            shard = self.at.get(weight)
+            shard = by_weight.get(weight)
             if shard is None:
                 continue
             # Classes are compared exactly: a subclass may do more in its forward.

@@ -26,6 +26,7 @@ from dist_sparse.serving.books import decode_books
 from dist_sparse.serving.encodings import ColumnSpread, Dtype, chunks, decode, encode
 from dist_sparse.serving.sources import model_lookups, refuse_range
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier, Sums
+from dist_sparse.tables.decoded import refuse_decoded, weights_of
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ROW, Located, ShardedData, check_writable
 from dist_sparse.whole_rows import change_rows_, refuse_cut_copies
@@ -45,8 +46,8 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     is zero. Takes a copy of this rank's shards. No optimizer state is written.
 
     Raises:
-        ValueError: a table can't be served, or the candidate does not fit the tables; on every
-            rank, and nothing was changed.
+        ValueError: a table can't be served or has codes, or the candidate does not fit the tables;
+            on every rank, and nothing was changed.
 
     Example::
 
@@ -115,6 +116,8 @@ def check_candidate(model: nn.Module, candidate: Candidate, located: Located) ->
         raise ValueError(
             f"A smaller dense table, {candidate}, can't be tried on a model: it has to be trained."
         )
+    # Their lookups would not read what a trial writes.
+    refuse_decoded(weights_of(located.values()))
     for data in located.values():
         # Rows are scored and rounded whole, and each copy has rows of its own.
         refuse_cut_copies(data, "tried")

@@ -103,7 +103,8 @@ class Guard(UpdateGuard):
     undone if weights or masks were loaded, or masks squashed, in between: the level stays, with a
     warning, and the schedule ends.
 
-    A guard belongs to one training: :func:`~dist_sparse.sparsify` starts it again.
+    A guard belongs to one training: :func:`~dist_sparse.sparsify` starts it again, and refuses it
+    while the one before is attached.
 
     Args:
         tolerance: by how much the metric may be worse than the best one, at least 0.
@@ -150,6 +151,14 @@ class Guard(UpdateGuard):
         self.tolerance = float(checks.number("tolerance", tolerance, least=0))
         self.mode = checks.choice("mode", mode, _SIGNS)
         self._attached = False
+
+    def refuse_attached(self) -> None:
+        """Raise a ValueError if the training that it guards is attached. Local."""
+        if self._is_attached:
+            raise ValueError(
+                "The guard belongs to an attached SparseTraining: call its detach() first, or pass"
+                " another guard."
+            )
 
     def attach(self, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler) -> None:
         """Guard the mask updates of these two from now on, with a new state. Local."""
@@ -221,8 +230,7 @@ class Guard(UpdateGuard):
                 ValueError, on all of them.)
         """
         with world_group().agreeing("Guard.check()") as facts:
-            is_enforced = isinstance(self._sparsifier.masks.enforcer, MaskEnforcer)
-            if not (self._attached and is_enforced):
+            if not self._is_attached:
                 raise RuntimeError(
                     "Guard.check() needs an attached SparseTraining: pass the guard to sparsify(),"
                     " as Advanced(guard=...), and call detach() last."
@@ -274,6 +282,11 @@ class Guard(UpdateGuard):
             )
         return partial(self._set_state, parsed)
 
+    @property
+    def _is_attached(self) -> bool:
+        """Whether it guards a training that is attached."""
+        return self._attached and isinstance(self._sparsifier.masks.enforcer, MaskEnforcer)
+
     def _set_state(self, state: GuardState) -> None:
         """Replace the state. The weights that the last update removed are released."""
         self._state = state
@@ -323,8 +336,7 @@ class Guard(UpdateGuard):
             state.pending = None
             state.waiting = False
         else:
-            state.undone = pending
-            undone = self._stop()
+            state.undone = undone = self._stop()
         # last_epoch counts the steps taken; steps count from 0.
         step = max(self._scheduler.last_epoch - 1, 0)
         return GuardCheck(step=step, metric=metric, best=best, holds=holds, undone=undone)
@@ -338,8 +350,8 @@ class Guard(UpdateGuard):
     def _stop(self) -> int | None:
         """Undo the pending update, and end the schedule at the level of the one before. Return the
         step of the update that is undone."""
-        undone = None
         state = self._state
+        undone = None
         masks = self._sparsifier.masks
         scheduler = self._scheduler
         # _refuse_unfit() has refused other schedulers: only a curve has a level to stop at.

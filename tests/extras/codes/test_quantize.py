@@ -12,13 +12,25 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig
 
 import dist_sparse.extras.codes.coded_training as coded_module
 import dist_sparse.extras.codes.learning as books_module
-from dist_sparse import DataNormSparsifier, compact, export, load_served, sparsify
+from dist_sparse import (
+    DataNormSparsifier,
+    MaskEnforcer,
+    compact,
+    expand,
+    export,
+    load_served,
+    remove_untouched,
+    sparsify,
+)
 from dist_sparse.extras.codes import quantize
 from dist_sparse.extras.codes.learning import grid_scales, round_to_grid
+
+HAS_CODES = r"Table 'weight' has codes: call detach\(\) of their handle first"
 
 
 @pytest.fixture(autouse=True)
@@ -259,12 +271,17 @@ def test_served_is_what_the_forward_used(tmp_path: Path) -> None:
         export(model, None, tmp_path / "other", dtype="codes")
 
 
-def test_removed_rows_are_zeros_and_not_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moves", [False, True], ids=["in place", "weights move"])
+def test_removed_rows_are_zeros_and_not_stored(moves: bool, tmp_path: Path) -> None:
     model = table()
     optimizer = sgd(model)
     sparse = sparsify(model, optimizer, level=0.5, end=1, every=1)
     handle = quantize(model, optimizer, codes=2, begin=0, every=9, sparse=sparse)
-    for _ in range(3):
+    for step in range(3):
+        if moves and step == 1:
+            # Before the mask update that removes rows.
+            moved = parameters_to_vector(model.parameters()).clone()
+            vector_to_parameters(moved, model.parameters())
         optimizer.zero_grad()
         model(torch.arange(40).view(20, 2)).sum().backward()
         optimizer.step()
@@ -437,7 +454,11 @@ def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
 def test_a_table_has_the_codes_of_one_handle() -> None:
     model = table()
     handle = quantize(model, sgd(model), codes=2, begin=0)
-    with pytest.raises(ValueError, match=r"Table 'weight' has codes already: call detach\(\)"):
+    with pytest.raises(ValueError, match=HAS_CODES):
+        quantize(model, sgd(model), codes=1, begin=0)
+    # Other memory, the same table.
+    vector_to_parameters(parameters_to_vector(model.parameters()).clone(), model.parameters())
+    with pytest.raises(ValueError, match=HAS_CODES):
         quantize(model, sgd(model), codes=1, begin=0)
     handle.detach()
     with quantize(model, sgd(model), codes=1, begin=0) as other:
@@ -463,17 +484,62 @@ def test_codes_of_another_model_are_not_exported(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_compact_after_quantize_is_refused(tmp_path: Path) -> None:
+def test_compact_and_expand_after_quantize_are_refused() -> None:
+    """New modules would have no codes: their lookups would return floats."""
     model = nn.Sequential(table())
     sparse = sparsify(model, sgd(model), level=0.5, end=0, every=1)
     sparse.step()
     handle = quantize(model, sgd(model), codes=2, begin=0, every=1, sparse=sparse)
     handle.step()
+    ids = torch.arange(40).view(40, 1)
+    before = model(ids)
+    with pytest.raises(ValueError, match=r"has codes: call detach\(\)"):
+        compact(model, sparse)
+    assert sparse.enforcer.attached and torch.equal(model(ids), before)
+    handle.step()
+    handle.detach()
     made = compact(model, sparse)
-    for call in (handle.step, lambda: export(made, handle, tmp_path / "served", dtype="codes")):
-        with pytest.raises(ValueError, match="'0' is gone, and was 40 x 4 when it got codes"):
+    with quantize(made, sgd(made), codes=2, begin=0) as handle:
+        handle.step()
+        with pytest.raises(ValueError, match=r"has codes: call detach\(\)"):
+            expand(made, optimizer=())
+    expand(made, optimizer=())
+
+
+def test_a_table_that_was_replaced_is_named() -> None:
+    model = nn.Sequential(table(), nn.Embedding(3, 4))
+    handle = quantize(model, sgd(model), codes={"0": 2}, begin=0, every=1)
+    model[0] = nn.Identity()
+    with pytest.raises(ValueError, match="'0' is gone, and was 40 x 4 when it got codes"):
+        handle.step()
+
+
+def test_rows_of_a_table_with_codes_are_removed_by_its_sparsifier_alone() -> None:
+    """The codes of rows that another one removes would not become zeros."""
+    model = table()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    handle = quantize(model, optimizer, codes=2, begin=0, end=0)
+    model(torch.arange(20).view(10, 2)).sum().backward()
+    optimizer.step()
+    handle.step()
+    before = model.weight.detach().clone()
+    other = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4))
+    other.add_model(model)
+    calls = [
+        lambda: sparsify(model, optimizer, level=0.5, end=0),
+        lambda: MaskEnforcer(other).attach(optimizer),
+        lambda: remove_untouched(model, optimizer, trust_record=True),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=HAS_CODES):
             call()
-    assert not any(tmp_path.iterdir())
+    assert torch.equal(model.weight, before) and not model._forward_pre_hooks
+    handle.detach()
+    sparse = sparsify(model, optimizer, level=0.5, end=0)
+    with quantize(model, optimizer, codes=2, begin=0, sparse=sparse):
+        # Its own enforcer may come back.
+        sparse.enforcer.detach()
+        sparse.enforcer.attach(optimizer)
 
 
 @pytest.mark.parametrize(

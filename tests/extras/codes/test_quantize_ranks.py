@@ -18,7 +18,7 @@ from torchrec.distributed.types import LazyAwaitable, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import dist_sparse.extras.codes.coded_training as coded_module
-from dist_sparse import export, load_served
+from dist_sparse import Advanced, compact, export, load_served, sparsify
 from dist_sparse.extras.codes import quantize
 from dist_sparse.tables.modules import modules_by_path
 from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
@@ -105,6 +105,46 @@ def test_hooks_and_codes_follow_a_reshard(tmp_path: Path) -> None:
     assert crcs(tmp_path / "after") == crcs(tmp_path / "before")
     check_served(cell, model, tmp_path / "after")
     handle.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["table_wise", "row_wise"])
+def test_what_would_change_tables_with_codes_is_refused_on_all_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coded_module, "LEAST_ROWS", 1)
+    cell = cells(2)[name]
+    model = build(cell)
+    plan: dict[str, Any] = {"level": 0.5, "end": 0, "advanced": Advanced(min_rows=0)}
+    coded = cell.tables[0].name
+    handle = quantize(model, [], codes={coded: 2}, begin=0)
+    with pytest.raises(ValueError, match=f"Table {coded!r} has codes: call detach"):
+        sparsify(model, model.fused_optimizer, **plan)
+    handle.detach()
+    sparse = sparsify(model, model.fused_optimizer, **plan)
+    model(batch(cell, seed=dist.get_rank())).sum().backward()
+    sparse.step()
+    with quantize(model, [], codes={coded: 2}, begin=0, sparse=sparse) as handle:
+        handle.step()
+        with pytest.raises(ValueError, match="has codes: call detach"):
+            compact(model, sparse)
+    sparse.detach()
+
+
+@on_ranks(2)
+def test_a_handle_that_one_rank_has_detached_leaves_no_rank_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coded_module, "LEAST_ROWS", 1)
+    model = build(cells(2)["table_wise"])
+    handle = quantize(model, [], codes=2, begin=0, every=1)
+    state = handle.state_dict()
+    if dist.get_rank() == 1:
+        handle.detach()
+    for call in (handle.step, lambda: handle.load_state_dict(state)):
+        with pytest.raises(ValueError, match="rank 1: RuntimeError: The codes are detached"):
+            call()
+    handle.detach()
 
 
 def alone(cell: Cell, path: Path) -> dict[str, Any]:

@@ -199,6 +199,26 @@ def largest(weight: Tensor, count: int) -> list[int]:
     return weight.square().sum(1).topk(count).indices.tolist()
 
 
+def test_lookups_of_codes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not read the weights that a trial changes."""
+    coded = pytest.importorskip("dist_sparse.extras.codes.coded_training")
+    monkeypatch.setattr(coded, "LEAST_ROWS", 1)
+    model = nn.EmbeddingBag(40, 8)
+    handle = coded.quantize(model, [], codes=2, begin=0)
+    with (
+        pytest.raises(ValueError, match="Table 'weight' has codes: call detach"),
+        serving(model, Candidate(dtype="int4")),
+    ):
+        pass
+    calls: list[Any] = []
+    with pytest.raises(ValueError, match="Table 'weight' has codes: call detach"):
+        frontier(model, calls.append, budgets=[0.5])
+    assert not calls
+    handle.detach()
+    with serving(model, Candidate(dtype="int4")):
+        pass
+
+
 @pytest.mark.skipif(
     find_spec("dist_sparse.extras.rotation") is None, reason="the extra rotation was deleted"
 )

@@ -255,7 +255,7 @@ def test_weights_that_are_loaded_between_update_and_validation_stay() -> None:
     assert kept_bytes(sparse) == 0
     with pytest.warns(UserWarning, match="can't be undone: weights, masks or a state"):
         assert not sparse.guard.check(0.7)
-    assert sparse.validations[-1].undone is None
+    assert sparse.validations[-1].undone is sparse.guard.state_dict()["undone"] is None
     weight = next(iter(model.state_dict().values()))
     assert weight.unique().tolist() == [0.0, 2.0] and sparse.finished
     sparse.detach()
@@ -414,3 +414,51 @@ def test_a_guard_starts_again_with_another_training() -> None:
     _, _, again = made(guard=guard)
     assert not again.validations and guard.check(0.25)
     again.detach()
+
+
+@pytest.mark.parametrize("of_other_model", [False, True])
+def test_a_guard_of_an_attached_training_gets_no_other(of_other_model: bool) -> None:
+    """A cell of a notebook that runs twice: the refused call left the first training unguarded."""
+    guard = Guard()
+    model, optimizer, sparse = made(guard=guard, every=1, end=8)
+    guard.check(0.75)
+    with pytest.raises(ValueError, match="The guard belongs to an attached SparseTraining"):
+        if of_other_model:
+            made(guard=guard)
+        else:
+            sparsify(model, optimizer, **nested(guard=guard, **PLAN))
+    assert guard.state_dict()["best"] == 0.75
+    for step in range(4):
+        learn(model, optimizer, step)
+        sparse.step()
+    # The second update waits for the validation of the first.
+    assert sparse.sparsity == 0.1
+    assert guard.check(0.75)
+    sparse.detach()
+
+
+def test_a_refused_training_does_not_get_the_guard() -> None:
+    guard = Guard()
+    _, _, before = made(guard=guard)
+    guard.check(0.75)
+    before.detach()
+    model, optimizer, sparse = made(guard=None)
+    with pytest.raises(ValueError, match="already sparsified"):
+        sparsify(model, optimizer, **nested(guard=guard, **PLAN))
+    assert guard.state_dict()["best"] == 0.75 and len(before.validations) == 1
+    sparse.detach()
+
+
+def test_a_warning_that_is_an_error_ends_the_schedule_too() -> None:
+    model, optimizer, sparse = made(every=1, end=8)
+    sparse.guard.check(0.75)
+    for step in range(2):
+        learn(model, optimizer, step)
+        sparse.step()
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="can't be undone"):
+            sparse.guard.check(0.7)
+    assert sparse.guard.state_dict()["pending"] is None and sparse.finished
+    sparse.detach()
