@@ -31,6 +31,7 @@ from dist_sparse.compaction.tables import (
     lookup_options,
     padding_id_of,
 )
+from dist_sparse.enforcer import FORWARD_HOOKS, GRADIENT_HOOKS, has_foreign_hooks
 from dist_sparse.groups import Group
 from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.tables.bases import bases_of_outputs
@@ -43,6 +44,7 @@ from dist_sparse.tables.modules import (
     weight_name,
 )
 from dist_sparse.tables.protocols import Replacement, TableCollection
+from dist_sparse.tables.shards import steps_in_backward
 
 # Sites
 
@@ -92,9 +94,28 @@ class _Site:
         names = list(self.tables.values())
         return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
+    @property
+    def has_known_class(self) -> bool:
+        """Whether it is no subclass of the user's, whose forward may do more."""
+        return type(self.replaced).__module__.startswith(("torchrec.", "dist_sparse."))
+
     def indexes(self) -> dict[str, RowIndex]:
         """Return the index of each table that has already lost rows."""
         return {}
+
+    def reasons_of_outputs(self) -> Iterator[str]:
+        """Yield why another module with the same tables may return other outputs."""
+        name = f"the {type(self.replaced).__name__} at {self.place!r}"
+        if not self.has_known_class:
+            yield (
+                f"{name} is a subclass, and its forward may do more than look rows up; use torch's"
+                " or TorchRec's own class, and do the rest in a module around it"
+            )
+        if has_foreign_hooks(self.replaced.modules(), FORWARD_HOOKS):
+            yield (
+                f"{name} has forward hooks, which may change its outputs; call remove() on their"
+                " handles first"
+            )
 
 
 class EmbeddingSite(_Site):
@@ -109,6 +130,10 @@ class EmbeddingSite(_Site):
     module: Any
     is_sharded: ClassVar = False
     has_one_width: ClassVar = False
+
+    @property
+    def has_known_class(self) -> bool:
+        return type(self.module) in (*_COMPACT, *_WHOLE)
 
     @property
     def _weight(self) -> nn.Parameter:
@@ -134,11 +159,6 @@ class EmbeddingSite(_Site):
     def refusal(self, model: nn.Module, narrowed: bool) -> str | None:
         """Return why it can't be compacted, or made narrower; None if it can. The label of the site
         is the subject of the sentence."""
-        if type(self.module) not in (*_COMPACT, *_WHOLE):
-            return (
-                f"belongs to a {type(self.module).__name__}, which is neither nn.Embedding nor"
-                " nn.EmbeddingBag and may do more: it can't be compacted."
-            )
         if narrowed and self.indexes():
             return "has lost rows already: narrow its table before it loses rows."
         # A removed row would be a zero, which may be the maximum; without its row it never is.
@@ -412,6 +432,7 @@ class Rebuild:
         wrappers = self._wrappers()
         for site in sites:
             reasons = [
+                *self._reasons_of_behavior(site),
                 *self._reasons(site, narrowed, wrappers),
                 *self._reasons_of_tied_weights(site, holders),
                 *(_reasons_against_a_default_row(site) if default_row else ()),
@@ -440,6 +461,23 @@ class Rebuild:
             yield (
                 "is stepped by a plain optimizer, which must get the new parameters: pass"
                 f" {self._action}(optimizer=...), or optimizer=() if there is none."
+            )
+
+    def _reasons_of_behavior(self, site: Site) -> Iterator[str]:
+        """Yield reasons to refuse a site that does what a new module would not do."""
+        cant = f"can't be {self._action}ed:"
+        for reason in site.reasons_of_outputs():
+            yield f"{cant} {reason}."
+        parameters = list(site.module.parameters())
+        if has_foreign_hooks([*site.replaced.modules(), *parameters], GRADIENT_HOOKS):
+            yield (
+                f"{cant} it has hooks on gradients, which new parameters would not have; call"
+                f" remove() on their handles, and register them again after {self._action}()."
+            )
+        if not site.is_sharded and any(map(steps_in_backward, parameters)):
+            yield (
+                f"{cant} its optimizer runs in the backward though it is not sharded, and would not"
+                " step new parameters; use an optimizer with step(), or shard the model."
             )
 
     def _reasons_of_tied_weights(

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.tables.jagged import check_lengths
 from dist_sparse.tables.protocols import Replacement
-from dist_sparse.tables.shards import steps_in_backward
 from dist_sparse.torchrec.collections import (
     CombinedOptimizer,
     DistributedModelParallel,
@@ -96,8 +95,8 @@ def _reasons_against_compacting(model: Any, module: Any) -> Iterator[str]:
             )
     if is_sharded_model(model):
         yield from _reasons_of_wrapper(model)
-    else:
-        yield from _reasons_of_module(module)
+    elif is_sharded(module):
+        yield "it is sharded, but the model is not a DistributedModelParallel; pass that"
     # Pipelines set their own function as the instance's forward.
     if getattr(module.forward, "__self__", None) is not module:
         yield "a train pipeline has replaced its forward; call pipeline.detach() first"
@@ -115,14 +114,6 @@ def _reasons_against_compacting(model: Any, module: Any) -> Iterator[str]:
         )
     if tables.needs_indices:
         yield "need_indices=True is not supported"
-
-
-def _reasons_of_module(module: nn.Module) -> Iterator[str]:
-    """Yield reasons against compacting a collection in a model without TorchRec's wrapper."""
-    if is_sharded(module):
-        yield "it is sharded, but the model is not a DistributedModelParallel; pass that"
-    if any(map(steps_in_backward, module.parameters())):
-        yield "its optimizer runs in the backward though it is not sharded; shard the model first"
 
 
 def _reasons_of_wrapper(model: Any) -> Iterator[str]:
