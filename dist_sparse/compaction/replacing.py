@@ -54,6 +54,9 @@ Kept = Mapping[str, Tensor]
 # How many rows are looked through at once: their numbers take 8 MiB.
 _SPAN = 1 << 20
 
+# Where the classes are defined whose forward looks rows up and does nothing else.
+_KNOWN = ("torch.nn.modules.sparse", "torchrec.", "dist_sparse.")
+
 # Looked up by exact class: a subclass's forward may do more.
 _COMPACT: Mapping[Any, Any] = {
     nn.Embedding: CompactEmbedding,
@@ -94,27 +97,25 @@ class _Site:
         names = list(self.tables.values())
         return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
-    @property
-    def has_known_class(self) -> bool:
-        """Whether it is no subclass of the user's, whose forward may do more."""
-        return type(self.replaced).__module__.startswith(("torchrec.", "dist_sparse."))
-
     def indexes(self) -> dict[str, RowIndex]:
         """Return the index of each table that has already lost rows."""
         return {}
 
     def reasons_of_outputs(self) -> Iterator[str]:
         """Yield why another module with the same tables may return other outputs."""
-        name = f"the {type(self.replaced).__name__} at {self.place!r}"
-        if not self.has_known_class:
+        module = self.replaced
+        kind = type(module)
+        # Any other class is a subclass.
+        if not kind.__module__.startswith(_KNOWN):
             yield (
-                f"{name} is a subclass, and its forward may do more than look rows up; use torch's"
-                " or TorchRec's own class, and do the rest in a module around it"
+                f"the {kind.__name__} at {self.place!r} is a subclass, and its forward may do more"
+                " than look rows up; use torch's or TorchRec's own class, and do the rest in a"
+                " module around it"
             )
-        if has_foreign_hooks(self.replaced.modules(), FORWARD_HOOKS):
+        if has_foreign_hooks(module.modules(), FORWARD_HOOKS):
             yield (
-                f"{name} has forward hooks, which may change its outputs; call remove() on their"
-                " handles first"
+                f"the {kind.__name__} at {self.place!r} has forward hooks, which may change its"
+                " outputs; call remove() on their handles first"
             )
 
 
@@ -130,10 +131,6 @@ class EmbeddingSite(_Site):
     module: Any
     is_sharded: ClassVar = False
     has_one_width: ClassVar = False
-
-    @property
-    def has_known_class(self) -> bool:
-        return type(self.module) in (*_COMPACT, *_WHOLE)
 
     @property
     def _weight(self) -> nn.Parameter:
@@ -159,6 +156,11 @@ class EmbeddingSite(_Site):
     def refusal(self, model: nn.Module, narrowed: bool) -> str | None:
         """Return why it can't be compacted, or made narrower; None if it can. The label of the site
         is the subject of the sentence."""
+        if steps_in_backward(self._weight):
+            return (
+                "has an optimizer that runs in the backward, and would not step a new parameter;"
+                " use one with step()."
+            )
         if narrowed and self.indexes():
             return "has lost rows already: narrow its table before it loses rows."
         # A removed row would be a zero, which may be the maximum; without its row it never is.
@@ -468,16 +470,11 @@ class Rebuild:
         cant = f"can't be {self._action}ed:"
         for reason in site.reasons_of_outputs():
             yield f"{cant} {reason}."
-        parameters = list(site.module.parameters())
-        if has_foreign_hooks([*site.replaced.modules(), *parameters], GRADIENT_HOOKS):
+        module = site.replaced
+        if has_foreign_hooks([*module.modules(), *module.parameters()], GRADIENT_HOOKS):
             yield (
                 f"{cant} it has hooks on gradients, which new parameters would not have; call"
                 f" remove() on their handles, and register them again after {self._action}()."
-            )
-        if not site.is_sharded and any(map(steps_in_backward, parameters)):
-            yield (
-                f"{cant} its optimizer runs in the backward though it is not sharded, and would not"
-                " step new parameters; use an optimizer with step(), or shard the model."
             )
 
     def _reasons_of_tied_weights(

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.tables.jagged import check_lengths
 from dist_sparse.tables.protocols import Replacement
+from dist_sparse.tables.shards import steps_in_backward
 from dist_sparse.torchrec.collections import (
     CombinedOptimizer,
     DistributedModelParallel,
@@ -95,8 +96,7 @@ def _reasons_against_compacting(model: Any, module: Any) -> Iterator[str]:
             )
     if is_sharded_model(model):
         yield from _reasons_of_wrapper(model)
-    elif is_sharded(module):
-        yield "it is sharded, but the model is not a DistributedModelParallel; pass that"
+    yield from _reasons_of_module(model, module)
     # Pipelines set their own function as the instance's forward.
     if getattr(module.forward, "__self__", None) is not module:
         yield "a train pipeline has replaced its forward; call pipeline.detach() first"
@@ -114,6 +114,15 @@ def _reasons_against_compacting(model: Any, module: Any) -> Iterator[str]:
         )
     if tables.needs_indices:
         yield "need_indices=True is not supported"
+
+
+def _reasons_of_module(model: Any, module: nn.Module) -> Iterator[str]:
+    """Yield reasons against compacting a collection as it is sharded, or is not, in ``model``."""
+    if is_sharded(module):
+        if not is_sharded_model(model):
+            yield "it is sharded, but the model is not a DistributedModelParallel; pass that"
+    elif any(map(steps_in_backward, module.parameters())):
+        yield "its optimizer runs in the backward though it is not sharded; shard the model first"
 
 
 def _reasons_of_wrapper(model: Any) -> Iterator[str]:

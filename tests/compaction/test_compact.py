@@ -245,7 +245,7 @@ BEHAVIOR: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda made: table_of(made).register_post_accumulate_grad_hook(lambda weight: None),
         "it has hooks on gradients",
     ),
-    "an optimizer in the backward": (step_in_backward, "its optimizer runs in the backward"),
+    "an optimizer in the backward": (step_in_backward, "optimizer .*runs in the backward"),
 }
 
 
@@ -255,7 +255,7 @@ def test_behavior_that_would_be_lost_is_refused(case: str, form: str) -> None:
     change, message = BEHAVIOR[case]
     made = nn.ModuleDict({"bags": nn.EmbeddingBag(20, 4)}) if form == "table" else bags_of()
     change(made)
-    refused(made, f"weight can't be compacted: .*{message}")
+    refused(made, f"weight .*{message}")
 
 
 def test_a_subclass_of_a_collection_is_refused() -> None:
