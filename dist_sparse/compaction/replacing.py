@@ -31,6 +31,7 @@ from dist_sparse.compaction.tables import (
     lookup_options,
     padding_id_of,
 )
+from dist_sparse.enforcer import FORWARD_HOOKS, GRADIENT_HOOKS, has_foreign_hooks
 from dist_sparse.groups import Group
 from dist_sparse.ids.row_index import RowIndex
 from dist_sparse.tables.bases import bases_of_outputs
@@ -44,6 +45,7 @@ from dist_sparse.tables.modules import (
     weight_name,
 )
 from dist_sparse.tables.protocols import Replacement, TableCollection
+from dist_sparse.tables.shards import steps_in_backward
 
 # Sites
 
@@ -52,6 +54,9 @@ Kept = Mapping[str, Tensor]
 
 # How many rows are looked through at once: their numbers take 8 MiB.
 _SPAN = 1 << 20
+
+# Where the classes are defined whose forward looks rows up and does nothing else.
+_KNOWN = ("torch.nn.modules.sparse", "torchrec.", "dist_sparse.")
 
 # Looked up by exact class: a subclass's forward may do more.
 _COMPACT: Mapping[Any, Any] = {
@@ -97,6 +102,23 @@ class _Site:
         """Return the index of each table that has already lost rows."""
         return {}
 
+    def reasons_of_outputs(self) -> Iterator[str]:
+        """Yield why another module with the same tables may return other outputs."""
+        module = self.replaced
+        kind = type(module)
+        # Any other class is a subclass.
+        if not kind.__module__.startswith(_KNOWN):
+            yield (
+                f"the {kind.__name__} at {self.place!r} is a subclass, and its forward may do more"
+                " than look rows up; use torch's or TorchRec's own class, and do the rest in a"
+                " module around it"
+            )
+        if has_foreign_hooks(module.modules(), FORWARD_HOOKS):
+            yield (
+                f"the {kind.__name__} at {self.place!r} has forward hooks, which may change its"
+                " outputs; call remove() on their handles first"
+            )
+
 
 class EmbeddingSite(_Site):
     """An ``nn.Embedding`` or ``nn.EmbeddingBag``, compact already or not.
@@ -135,10 +157,10 @@ class EmbeddingSite(_Site):
     def refusal(self, model: nn.Module, narrowed: bool) -> str | None:
         """Return why it can't be compacted, or made narrower; None if it can. The label of the site
         is the subject of the sentence."""
-        if type(self.module) not in (*_COMPACT, *_WHOLE):
+        if steps_in_backward(self._weight):
             return (
-                f"belongs to a {type(self.module).__name__}, which is neither nn.Embedding nor"
-                " nn.EmbeddingBag and may do more: it can't be compacted."
+                "has an optimizer that runs in the backward, and would not step a new parameter;"
+                " use one with step()."
             )
         if narrowed and self.indexes():
             return "has lost rows already: narrow its table before it loses rows."
@@ -415,6 +437,7 @@ class Rebuild:
             # Replaced modules would lose the hooks that decode.
             refuse_decoded([(site.label, weight) for weight in site.module.parameters()])
             reasons = [
+                *self._reasons_of_behavior(site),
                 *self._reasons(site, narrowed, wrappers),
                 *self._reasons_of_tied_weights(site, holders),
                 *(_reasons_against_a_default_row(site) if default_row else ()),
@@ -443,6 +466,18 @@ class Rebuild:
             yield (
                 "is stepped by a plain optimizer, which must get the new parameters: pass"
                 f" {self._action}(optimizer=...), or optimizer=() if there is none."
+            )
+
+    def _reasons_of_behavior(self, site: Site) -> Iterator[str]:
+        """Yield reasons to refuse a site that does what a new module would not do."""
+        cant = f"can't be {self._action}ed:"
+        for reason in site.reasons_of_outputs():
+            yield f"{cant} {reason}."
+        module = site.replaced
+        if has_foreign_hooks([*module.modules(), *module.parameters()], GRADIENT_HOOKS):
+            yield (
+                f"{cant} it has hooks on gradients, which new parameters would not have; call"
+                f" remove() on their handles, and register them again after {self._action}()."
             )
 
     def _reasons_of_tied_weights(

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from dist_sparse.tables.bases import TurnBackHook
 
 _ATTACHED = (
     "the hooks that keep removed weights at zero: call detach() first, and copy the model after"
@@ -59,6 +62,27 @@ class Hook:
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         # copy.deepcopy() uses this as pickle does.
         return Hook, ()
+
+
+# Where torch keeps the hooks of a module's forward.
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+# Where torch keeps the hooks on gradients of a module or a parameter.
+GRADIENT_HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def has_foreign_hooks(owners: Iterable[Any], kinds: Iterable[str]) -> bool:
+    """Whether any of some modules and parameters has a hook that is not the package's.
+
+    Args:
+        kinds: attributes that hold hooks: of :data:`FORWARD_HOOKS`, :data:`GRADIENT_HOOKS`.
+    """
+    for owner, kind in product(owners, kinds):
+        # A parameter has None until it gets a hook, and modules lack some kinds.
+        for hook in (getattr(owner, kind, None) or {}).values():
+            if not isinstance(hook, Hook | TurnBackHook):
+                return True
+    return False
 
 
 class Wrapped:

@@ -80,6 +80,9 @@ def model_lookups(
         table_of[data.fqn] = data.name
         lookups[data.name] = Lookup(index=RowIndex(all_kept(data.shape[0]), data.shape[0]))
     for site in sites_of(model):
+        reason = next(site.reasons_of_outputs(), None)
+        if reason is not None:
+            raise ValueError(f"{site.label} can't be exported: {reason}.")
         indexes = site.indexes()
         names = {}
         for table, fqn in site.tables.items():

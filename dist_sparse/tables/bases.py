@@ -79,7 +79,7 @@ def turn_back(
     """
     if BASIS + name not in root._buffers:
         root.register_buffer(BASIS + name, basis)
-    hook = _hook_on(module) or _TurnBackHook(root)
+    hook = _hook_on(module) or TurnBackHook(root)
     if not hook.names:
         # Before hooks of the user's, which read outputs in the original basis.
         module.register_forward_hook(hook, prepend=True)
@@ -112,7 +112,7 @@ def move_bases(old: nn.Module, new: nn.Module, root: nn.Module, widths: Mapping[
     new.register_forward_hook(hook)
 
 
-class _TurnBackHook:
+class TurnBackHook:
     """A forward hook that turns outputs of a module back.
 
     It refers to the dictionary of the root's buffers, not to the root: a copy of the model has a
@@ -151,7 +151,7 @@ class _TurnBackHook:
         return basis
 
 
-def _hook_on(module: nn.Module) -> _TurnBackHook | None:
+def _hook_on(module: nn.Module) -> TurnBackHook | None:
     """Return the hook on a module; None if there is none."""
-    hooks = (hook for hook in module._forward_hooks.values() if isinstance(hook, _TurnBackHook))
+    hooks = (hook for hook in module._forward_hooks.values() if isinstance(hook, TurnBackHook))
     return next(hooks, None)

@@ -96,8 +96,7 @@ def _reasons_against_compacting(model: Any, module: Any) -> Iterator[str]:
             )
     if is_sharded_model(model):
         yield from _reasons_of_wrapper(model)
-    else:
-        yield from _reasons_of_module(module)
+    yield from _reasons_of_module(model, module)
     # Pipelines set their own function as the instance's forward.
     if getattr(module.forward, "__self__", None) is not module:
         yield "a train pipeline has replaced its forward; call pipeline.detach() first"
@@ -117,11 +116,12 @@ def _reasons_against_compacting(model: Any, module: Any) -> Iterator[str]:
         yield "need_indices=True is not supported"
 
 
-def _reasons_of_module(module: nn.Module) -> Iterator[str]:
-    """Yield reasons against compacting a collection in a model without TorchRec's wrapper."""
+def _reasons_of_module(model: Any, module: nn.Module) -> Iterator[str]:
+    """Yield reasons against compacting a collection as it is sharded, or is not, in ``model``."""
     if is_sharded(module):
-        yield "it is sharded, but the model is not a DistributedModelParallel; pass that"
-    if any(map(steps_in_backward, module.parameters())):
+        if not is_sharded_model(model):
+            yield "it is sharded, but the model is not a DistributedModelParallel; pass that"
+    elif any(map(steps_in_backward, module.parameters())):
         yield "its optimizer runs in the backward though it is not sharded; shard the model first"
 
 

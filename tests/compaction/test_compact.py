@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
@@ -204,6 +205,82 @@ class Odd(nn.Embedding):
     """A user's own."""
 
 
+class OddBags(EmbeddingBagCollection):
+    """A user's own."""
+
+
+def bags_of(kind: type[EmbeddingBagCollection] = EmbeddingBagCollection) -> nn.ModuleDict:
+    table = EmbeddingBagConfig(name="t", num_embeddings=20, embedding_dim=4, feature_names=["f"])
+    return nn.ModuleDict({"bags": kind([table])})
+
+
+def table_of(made: nn.Module) -> nn.Parameter:
+    [weight] = made.parameters()
+    return weight
+
+
+def step_in_backward(made: nn.Module) -> None:
+    apply_optimizer_in_backward(torch.optim.SGD, made.parameters(), {"lr": 0.1})
+
+
+# What a new module or its parameter would not do, and the message.
+BEHAVIOR: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a forward hook": (
+        lambda made: made["bags"].register_forward_hook(lambda module, args, output: output),
+        "at 'bags' has forward hooks, which may change its outputs",
+    ),
+    "a forward pre-hook": (
+        lambda made: made["bags"].register_forward_pre_hook(lambda module, args: None),
+        "at 'bags' has forward hooks, which may change its outputs",
+    ),
+    "a backward hook": (
+        lambda made: made["bags"].register_full_backward_hook(lambda module, of, to: None),
+        "it has hooks on gradients",
+    ),
+    "a hook on the gradient": (
+        lambda made: table_of(made).register_hook(lambda grad: grad * 0),
+        "it has hooks on gradients",
+    ),
+    "a hook after the gradient": (
+        lambda made: table_of(made).register_post_accumulate_grad_hook(lambda weight: None),
+        "it has hooks on gradients",
+    ),
+    "an optimizer in the backward": (step_in_backward, "optimizer .*runs in the backward"),
+}
+
+
+@pytest.mark.parametrize("form", ["table", "collection"])
+@pytest.mark.parametrize("case", BEHAVIOR)
+def test_behavior_that_would_be_lost_is_refused(case: str, form: str) -> None:
+    change, message = BEHAVIOR[case]
+    made = nn.ModuleDict({"bags": nn.EmbeddingBag(20, 4)}) if form == "table" else bags_of()
+    change(made)
+    refused(made, f"weight .*{message}")
+
+
+def test_a_subclass_of_a_collection_is_refused() -> None:
+    refused(bags_of(OddBags), "can't be compacted: the OddBags at 'bags' is a subclass")
+
+
+@pytest.mark.parametrize("form", ["table", "collection"])
+def test_a_compact_model_with_hooks_is_not_expanded(form: str) -> None:
+    made: Any = nn.ModuleDict({"bags": nn.EmbeddingBag(20, 4)}) if form == "table" else bags_of()
+    sparse = sparsify(made, torch.optim.SGD(made.parameters(), lr=0.1), level=0.5, end=0)
+    handle = made["bags"].register_forward_hook(lambda module, args, output: output)
+    if form == "collection":
+        empty = torch.zeros(1, dtype=torch.int64)
+        made["bags"](KeyedJaggedTensor(["f"], empty[:0], lengths=empty))
+    sparse.step()
+    # Removed hooks are not in the way.
+    handle.remove()
+    made = compact(made, sparse, optimizer=())
+    handle = made["bags"].register_forward_hook(lambda module, args, output: output)
+    with pytest.raises(ValueError, match=r"can't be expanded: .* at 'bags' has forward hooks"):
+        expand(made, optimizer=())
+    handle.remove()
+    expand(made, optimizer=())
+
+
 def refused(net: nn.Module, words: str, block: Any = (1, "ROW"), **how: Any) -> None:
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=block)
     sparsifier.add_model(net)
@@ -219,7 +296,7 @@ def test_refused() -> None:
     refused(
         Net(), r"'bags' has masks of blocks \(1, 4\); compact\(\) needs whole rows", block=(1, 4)
     )
-    refused(nn.ModuleDict({"own": Odd(20, 4)}), r"own\.weight belongs to a Odd")
+    refused(nn.ModuleDict({"own": Odd(20, 4)}), r"own\.weight can't be .* the Odd at 'own' is")
     refused(nn.Sequential(nn.EmbeddingBag(20, 4, mode="max")), r"0\.weight has mode='max'")
     refused(Net(), r"bags\.weight is stepped by a plain optimizer.*optimizer=\(\)", optimizer=None)
     tied = Net()

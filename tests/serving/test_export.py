@@ -275,6 +275,17 @@ def test_collections(tmp_path: Path) -> None:
     assert pooling == {"user": "sum", "ad": "mean", "score": "sum", "word": "none", "last": "mean"}
 
 
+class Scaled(nn.Embedding):
+    """Returns other values than its rows."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 10
+
+
+class ScaledBags(EmbeddingBagCollection):
+    """A user's own."""
+
+
 def refused(path: Path) -> dict[str, tuple[str, Callable[[], object]]]:
     """What must be refused, by a name: part of the message, and the call."""
     model = model_of()
@@ -289,6 +300,15 @@ def refused(path: Path) -> dict[str, tuple[str, Callable[[], object]]]:
 
     def single(module: nn.Module) -> None:
         export(nn.Sequential(module), None, served)
+
+    def hooked(module: nn.Module) -> None:
+        module.register_forward_hook(lambda module, args, output: output * 3)
+        single(module)
+
+    def collection_of(kind: type[EmbeddingBagCollection]) -> EmbeddingBagCollection:
+        return kind(
+            [EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])]
+        )
 
     def tied() -> nn.ModuleDict:
         other = model_of()
@@ -313,6 +333,10 @@ def refused(path: Path) -> dict[str, tuple[str, Callable[[], object]]]:
         "max_norm": ("'0'.*max_norm=1.0", lambda: single(nn.Embedding(3, 3, max_norm=1.0))),
         "padding": ("'0'.*padding_idx=1", lambda: single(nn.EmbeddingBag(3, 3, padding_idx=1))),
         "tied": ("copy.weight is a table of another module", lambda: export(tied(), None, served)),
+        "a subclass": ("0.weight can't be exported: the Scaled at '0' is a subclass", lambda: single(Scaled(3, 3))),
+        "a hook": ("0.weight can't be exported: the Embedding at '0' has forward hooks", lambda: hooked(nn.Embedding(3, 3))),
+        "a collection's subclass": ("the ScaledBags at '0' is a subclass", lambda: single(collection_of(ScaledBags))),
+        "a collection's hook": ("the EmbeddingBagCollection at '0' has forward hooks", lambda: hooked(collection_of(EmbeddingBagCollection))),
         "nan": ("'item' can't be exported in fp32: it has the value nan", lambda: with_value(torch.nan, "fp32")),
         "infinite": ("'item' can't be exported in int8: it has the value -inf", lambda: with_value(-torch.inf, "int8")),
         "overflow": ("'item' can't be exported in fp16: it has the value 65536", lambda: with_value(65536.0, "fp16")),
