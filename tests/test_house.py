@@ -53,7 +53,7 @@ LIMITS = {
     "walks of export()": 2,
     "names on the first screen": 20,
     # Calls of the package's functions on one of two ranks: of a model with two tables.
-    "calls of sparsify()": 1246,
+    "calls of sparsify()": 1247,
     # Samples of scores, which save CUDA a read of all weights, took it from 922 to 930.
     "calls of an update": 930,
     "calls of forward and backward after an update": 202,
@@ -62,9 +62,10 @@ LIMITS = {
     "calls of resume_latest()": 2670,
     "calls of state_dict()": 359,
     "calls of load_state_dict()": 1589,
-    "calls of export()": 1401,
+    "calls of export()": 1404,
     "calls of a served lookup": 20,
-    "calls of compact()": 1943,
+    # Hooks of users that it would lose took it from 1,947 to 1,956.
+    "calls of compact()": 1956,
     "calls of a forward of a compact model": 7,
 }
 NO_EXAMPLE = {

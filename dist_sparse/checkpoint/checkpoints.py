@@ -109,7 +109,7 @@ class Checkpoints:
 
     # The write that save_async() has begun. All objects share it, because they share the process
     # group that it sends through.
-    _writing: ClassVar[Future[None] | None] = None
+    writing: ClassVar[Future[None] | None] = None
     _thread = ThreadPoolExecutor(1, "checkpoint")
 
     def __init__(self, root: str | os.PathLike[str], *, keep: int = 3, every: int = 1) -> None:
@@ -195,13 +195,13 @@ class Checkpoints:
         if not self._due(step, force):
             return False
         state = self._collected(step, model, optimizer, sparse, extra, staged=True)
-        Checkpoints._writing = self._thread.submit(self._write, step, *state)
+        Checkpoints.writing = self._thread.submit(self._write, step, *state)
         return True
 
     def wait(self) -> None:
         """Wait until the write of :meth:`save_async` is complete; raise its error, if any. Local:
         call it on every rank, because it raises an error once."""
-        writing = self._writing
+        writing = self.writing
         if writing is None:
             return
         try:
@@ -209,7 +209,7 @@ class Checkpoints:
         finally:
             # An error is raised once. After an interrupt, the thread still writes.
             if writing.done():
-                Checkpoints._writing = None
+                Checkpoints.writing = None
 
     def resume_latest(
         self,

@@ -307,13 +307,13 @@ def test_an_interrupted_wait_is_waited_for_again(tmp_path: Path) -> None:
     """Two threads would write at once."""
     job = Job(tmp_path)
     writing = Future[None]()
-    Checkpoints._writing = writing
+    Checkpoints.writing = writing
     with (
         mock.patch.object(writing, "result", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         job.checkpoints.wait()
-    assert Checkpoints._writing is writing
+    assert Checkpoints.writing is writing
     writing.set_result(None)
     job.checkpoints.wait()
-    assert Checkpoints._writing is None
+    assert Checkpoints.writing is None

@@ -266,10 +266,10 @@ def refused_once(call: Callable[[], Any]) -> None:
         failed.set_exception(OSError(5, "gone"))
     else:
         failed.set_result(None)
-    Checkpoints._writing = failed
+    Checkpoints.writing = failed
     with pytest.raises(ValueError, match=r"refused on every rank.* rank 0: OSError: .* gone"):
         call()
-    assert Checkpoints._writing is None
+    assert Checkpoints.writing is None
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -292,19 +291,3 @@ def test_an_audit_counts_removed_weights_that_are_not_zero(name: str) -> None:
         match=rf"'user': {number} removed weights are not zero.*no enforcer is attached",
     ):
         assert sparsifier.audit() == before
-
-
-@on_ranks(1)
-def test_masks_that_fail_while_they_are_applied_leave_no_kept_scores() -> None:
-    """Weights may have been written by then, in a way that no tracking sees."""
-    sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4), norm="L2")
-    sparsifier.add_model(build(cells(1)["row_wise"]))
-    sparsifier.step()
-    caches: Any = {("user", None): None}
-    sparsifier._caches = caches
-    with (
-        mock.patch.object(sparsifier.masks.enforcer, "renew", side_effect=MemoryError),
-        pytest.raises(MemoryError),
-    ):
-        sparsifier.apply_masks()
-    assert sparsifier._caches == {}

@@ -7,10 +7,13 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from dist_sparse.launch import run
+from dist_sparse.launch.run import run
+from dist_sparse.launch.spec import LaunchSpec
 
 from .jobs import alive, finish, job, script
 
@@ -98,8 +101,11 @@ def test_a_killed_torchrun_is_named(tmp_path: Path) -> None:
 def test_a_signal_while_torchrun_starts_is_forwarded() -> None:
     """In a session of its own, it would go on without a parent."""
 
-    def start() -> subprocess.Popen[bytes]:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return subprocess.Popen(["sleep", "300"])
+    popen = subprocess.Popen
 
-    assert run._wait(start, grace=1) == 128 + signal.SIGTERM
+    def start(*_: Any, **options: Any) -> subprocess.Popen[bytes]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return popen(["sleep", "300"])
+
+    with mock.patch.object(subprocess, "Popen", start):
+        assert run(LaunchSpec(script=__file__)) == 128 + signal.SIGTERM
