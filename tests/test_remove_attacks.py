@@ -550,7 +550,7 @@ class TestWhatARefusalAdvises:
         model = nn.ModuleDict({"user": nn.Embedding(50, 8), "item": nn.Embedding(50, 8)})
         record = {name: torch.arange(50) % 2 for name in model}
         with pytest.raises(
-            ValueError, match=r"'user' \(its initial .* lookup counts\), 'item'\."
+            ValueError, match=r"'user' \(the initial .* lookup counts\), 'item'\."
         ) as told:
             remove_untouched(model, record=record)
         assert str(told.value).endswith(

@@ -271,19 +271,19 @@ class BaseDataSparsifier(MaskUpdater):
         return self._store(name).local_masks(name)
 
     def full_mask(self, name: str) -> Tensor:
-        """Return the global mask, int8 ``(rows, columns)``. Collective if sharded tables are
-        registered. For tests and inspection.
+        """Return the global mask, int8 ``(rows, columns)``. Collective over the ranks of a sharded
+        table; of plain data, over the ranks of all sharded tables. For tests and inspection.
 
         Raises:
             ValueError: unknown name, or another rank asks for another; on every rank.
         """
-        # Over all groups: ranks may have given the names of other tables, or of plain data.
+        if name in self.masks.tables:
+            return self.masks.full_mask(name)
+        # Other ranks may have given the name of a sharded table, and wait for this one.
         with self.masks.tables.agreeing("full_mask()") as noted:
             for facts, _ in noted:
                 facts["name"] = name
             self._store(name)
-        if name in self.masks.tables:
-            return self.masks.full_mask(name)
         return self.get_mask(name).to(torch.int8)
 
     def table_stats(self) -> list[TableStats]:

@@ -450,10 +450,12 @@ class Masks:
         return self.fingerprints("audit()")
 
     def full_mask(self, name: str) -> Tensor:
-        """See :meth:`dist_sparse.BaseDataSparsifier.full_mask`; of a sharded table. Its ranks have
-        agreed on the name."""
+        """See :meth:`dist_sparse.BaseDataSparsifier.full_mask`; of a sharded table."""
         packed, data = self.tables, self.tables.find(name)
-        with group_over(data.ranks).jointly("full_mask()"):
+        group = group_over(data.ranks)
+        with group.agreeing("full_mask()") as facts:
+            facts["name"] = name
+        with group.jointly("full_mask()"):
             packed.reshard({name: data})
             table, whole = packed.table(name), Rect(0, 0, *data.shape)
             # Move to a tiling in which every rank holds the whole table.

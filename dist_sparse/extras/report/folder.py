@@ -158,7 +158,7 @@ def check_config(config: Mapping[str, Any]) -> Any:
         raise ValueError(f"Invalid config: {error}.") from error
 
 
-def check_name(name: object) -> None:
+def check_run_name(name: object) -> None:
     """Refuse a name that is not text, which no reader takes.
 
     Raises:

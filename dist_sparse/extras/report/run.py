@@ -30,7 +30,7 @@ from dist_sparse.extras.report.folder import (
     LINES,
     RUN,
     check_config,
-    check_name,
+    check_run_name,
     locked,
     read_about,
     read_lines,
@@ -98,7 +98,7 @@ def add_artifact(
         >>> add_artifact(folder, folder / "int8", auc=0.749)
         ArtifactBytes(name='int8', bytes=1000, auc=0.749, path='int8')
     """
-    check_name(name)
+    check_run_name(name)
     run, artifact = Path(run), Path(artifact)
     _refuse_no_run(run, RUN)
     files = filter(Path.is_file, (artifact, *artifact.rglob("*")))

@@ -43,7 +43,7 @@ from dist_sparse.extras.report.folder import (
     LogFile,
     check_config,
     check_log,
-    check_name,
+    check_run_name,
     open_log,
 )
 from dist_sparse.extras.report.summary import table_json
@@ -169,7 +169,7 @@ class RunLog:
         with world.agreeing("RunLog()") as facts:
             # Inside agreeing(): an error on one rank is raised on all, so that no rank waits.
             _refuse_wrong(sparsifier, enforcer)
-            check_name(name)
+            check_run_name(name)
             self.folder = Path(folder)
             given_sinks = [*sinks]
             if self._writes:

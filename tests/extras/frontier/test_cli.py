@@ -22,9 +22,9 @@ from tests.cli.test_width import MODEL, check_command
     ],
 )
 def test_what_is_wrong_is_named(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_wrong(["frontier", "no.py:f", *words.split()], message, capsys)
+    check_wrong(["frontier", f"{model}:f", *words.split()], message, capsys)
 
 
 @pytest.mark.parametrize(
