@@ -327,12 +327,11 @@ class Masks:
         return () if self.rotation is None else self.rotation.groups
 
     def note_write(self) -> None:
-        """Tell attached enforcers that weights were written. An enforcer of this sparsifier knows:
-        without one, another sparsifier may have one on the same kernels."""
-        if self.enforcer is NO_ENFORCER:
-            # A list: weak references may die during the loop.
-            for enforcer in list(ATTACHED):
-                enforcer.mark_all()
+        """Tell attached enforcers that weights were written: another sparsifier may have one on the
+        same kernels."""
+        # A list: weak references may die during the loop.
+        for enforcer in list(ATTACHED):
+            enforcer.mark_all()
 
     def forget_update(self) -> None:
         """Release what is kept of the last mask update: masks or weights are being replaced in

@@ -153,7 +153,9 @@ def update_masks(sparsifier: MaskUpdater) -> None:
                 else:
                     masks.undo.keep(masks, located, new_masks)
             finish(lambda: _zero_removed(packed, located, new_masks))
-            masks.note_write()
+            # An enforcer of this sparsifier sees what its mask updates write.
+            if masks.enforcer is NO_ENFORCER:
+                masks.note_write()
             for name, new in new_masks.items():
                 packed.replace(located[name], new)
             finish(masks.enforcer.end_step)
