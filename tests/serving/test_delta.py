@@ -24,6 +24,7 @@ from torch import nn
 from dist_sparse import (
     Advanced,
     DataNormSparsifier,
+    SparseTraining,
     export,
     load_served,
     remove_untouched,
@@ -409,15 +410,21 @@ def test_ranks(world: int, name: str, dtype: Any, block: Any, tmp_path: Path) ->
     sparse.detach()
 
 
-@on_ranks(2)
-def test_a_record_that_one_rank_lacks_is_not_used(tmp_path: Path) -> None:
-    """An interrupt may end an export on one rank after the others have begun their records."""
-    cell = trained_cells(2)["row_wise"]
+def begun(world: int) -> tuple[Any, nn.Module, Any, SparseTraining]:
+    """A cell, its model after a step, the optimizer, and a training that has removed nothing."""
+    cell = trained_cells(world)["row_wise"]
     model = build(cell)
     optimizer = optimizer_of(model)
     options: Any = {"level": 0.6, "end": 6, "every": 2, "advanced": Advanced(min_rows=0)}
     sparse = sparsify(model, optimizer, **options)
     learn(model, optimizer, cell, 0)
+    return cell, model, optimizer, sparse
+
+
+@on_ranks(2)
+def test_a_record_that_one_rank_lacks_is_not_used(tmp_path: Path) -> None:
+    """An interrupt may end an export on one rank after the others have begun their records."""
+    cell, model, optimizer, sparse = begun(2)
     noted = mock.patch("dist_sparse.serving.export.note_export")
     with noted if dist.get_rank() == 1 else nullcontext():
         base = export(model, sparse, tmp_path / "base")
@@ -434,12 +441,7 @@ def test_a_record_that_one_rank_lacks_is_not_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["remove_untouched", "step", "squash_mask"])
 def test_rows_that_another_sparsifier_zeroes_are_in_the_delta(how: str, tmp_path: Path) -> None:
     """It has no enforcer, and writes where no optimizer does."""
-    cell = trained_cells(1)["row_wise"]
-    model = build(cell)
-    optimizer = optimizer_of(model)
-    options: Any = {"level": 0.2, "end": 6, "every": 2, "advanced": Advanced(min_rows=0)}
-    sparse = sparsify(model, optimizer, **options)
-    learn(model, optimizer, cell, 0)
+    _, model, _, sparse = begun(1)
     base = export(model, sparse, tmp_path / "base")
     if how == "remove_untouched":
         remove_untouched(model, trust_record=True)

@@ -56,17 +56,18 @@ class LastUpdate:
             ValueError: a machine has too little memory; on every rank, before anything is copied.
         """
         states = masks.enforcer.states()
-        self._removed = {}
+        # Not in self until all is copied: a refusal leaves what was kept before.
+        found: dict[str, list[_Removed]] = {}
         sizes = []
         for name, new in made.items():
-            self._removed[name] = []
+            found[name] = []
             shards = zip(located[name].shards, masks.tables.masks(name), new.masks, strict=True)
             for shard, old, (mask, _) in shards:
                 # Masks of different blocks can't be compared: all that is removed counts as new.
                 newly = mask.bits if old.block != mask.block else mask.bits | ~old.bits
                 removed = BlockMask(mask.rect, mask.block, newly)
                 rows = mask.dead_rows() & ~old.dead_rows()
-                self._removed[name].append(_Removed(removed, rows, []))
+                found[name].append(_Removed(removed, rows, []))
                 sizes.append(_most_bytes(_tensors_of(shard.tensor, states), removed, rows))
         nbytes = sum(map(int, on_host(sizes)))
         for group, _ in masks.tables.over_groups(made):
@@ -74,12 +75,12 @@ class LastUpdate:
                 "step()", "Remove less in an update, or train without a guard.", nbytes, group
             )
         staging = Staging()
-        for name, of_table in self._removed.items():
+        for name, of_table in found.items():
             for shard, one in zip(located[name].shards, of_table, strict=True):
                 for tensor in _tensors_of(shard.tensor, states):
                     parts = removed_parts(tensor, one.mask, one.rows)
                     one.values.append([_on_host(part[flags], staging) for part, flags in parts])
-        self.before = masks.tables.snapshot()
+        self.before, self._removed = masks.tables.snapshot(), found
 
     def forget_moved(self, located: Located) -> None:
         """Release what is kept, if tables are stored elsewhere by now."""
@@ -113,7 +114,8 @@ def _most_bytes(tensors: Sequence[Tensor], removed: BlockMask, rows: Tensor) -> 
     """Return an upper bound for the bytes that an update removes from a shard: the elements of
     these blocks, and of state by row these rows. An int64 scalar on the device of the mask."""
     rect = removed.rect
-    elements = (removed.blocks - bit_total(removed.bits)) * math.prod(removed.block)
+    # Not removed.blocks - bit_total(removed.bits): bits that pad the last byte may be 1.
+    elements = bit_total(~removed.bits) * math.prod(removed.block)
     by_element = sum(each.element_size() for each in tensors if each.numel() == rect.numel)
     by_row = sum(each.element_size() for each in tensors if each.numel() == rect.rows)
     return elements * by_element + rows.sum() * by_row

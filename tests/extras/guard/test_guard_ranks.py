@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse import sparsify
+from dist_sparse.checkpoint import host_memory
 from dist_sparse.extras.guard import Guard
 from tests.dist.cells import build, gathered
 from tests.dist.enforcing import optimizer_of, trained_cells
@@ -196,4 +198,34 @@ def test_warnings_that_are_errors_leave_no_rank_a_step_behind() -> None:
         assert not guard.check(0.7)
     assert [check.holds for check in guard.validations] == [True, False]
     assert not guard.check(0.7) and sparse.finished
+    sparse.detach()
+
+
+@on_ranks(2)
+def test_an_update_whose_copies_do_not_fit_changes_nothing() -> None:
+    """One rank's machine has no memory left."""
+    cell = trained_cells(2)["row_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    guard = Guard()
+    sparse = sparsify(model, optimizer, **nested(guard=guard, **PLAN))
+    guard.check(0.75)
+    learn(model, optimizer, cell, 0)
+    sparse.step()
+    assert guard.check(0.75)
+    learn(model, optimizer, cell, 1)
+    before, weights = sparse.sparsifier.fingerprint(), gathered(model)
+    left = 0 if dist.get_rank() else 1 << 60
+    with (
+        mock.patch.object(host_memory, "available_bytes", lambda: left),
+        pytest.raises(ValueError, match=r"step\(\) was refused on every rank.* do not fit .*guard"),
+    ):
+        sparse.step()
+    assert sparse.sparsifier.fingerprint() == before
+    assert all(torch.equal(weights[name], each) for name, each in gathered(model).items())
+    # With memory, the update happens, and can be undone.
+    sparse.step()
+    assert sparse.sparsifier.fingerprint() != before
+    assert not guard.check(0.1)
+    assert sparse.sparsifier.fingerprint() == before
     sparse.detach()
