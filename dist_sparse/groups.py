@@ -159,7 +159,7 @@ def set_timeout(seconds: float) -> None:
     _timeout = timedelta(seconds=number("seconds", seconds, least=1))
 
 
-def weights_are_on(device: torch.device) -> None:
+def set_weights_device(device: torch.device) -> None:
     """Remember the device of this process's sharded weights. Backends without CPU tensors send from
     there, whatever the current device is."""
     global _weights_device

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.device import finish
+from dist_sparse.masking.device import with_one_retry
 from dist_sparse.parcels import Parcels, Read
 from dist_sparse.tables.shards import Rect, ShardedData
 
@@ -40,7 +40,7 @@ def change_rows_(data: ShardedData, change: Callable[[Tensor], Tensor], group: G
     readers = [list(dict.fromkeys(map(row_span, rects))) for rects in data.tiling]
     for span, rows in whole_rows(data, group, readers):
         # All that takes memory comes before the writes of a chunk, and may be done twice.
-        for place, changed in finish(partial(_changed_parts, data, change, span, rows)):
+        for place, changed in with_one_retry(partial(_changed_parts, data, change, span, rows)):
             place.copy_(changed)
 
 

@@ -74,7 +74,7 @@ def test_messages_are_sent_from_a_device_of_the_backend(
     made: Any = object()
     group = RankGroup((0, 1), made)
     # The first group is often older than the tables.
-    groups.weights_are_on(weights)
+    groups.set_weights_device(weights)
     assert str(group.device) == expected
 
 

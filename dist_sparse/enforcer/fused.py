@@ -67,11 +67,13 @@ class _PendingLookup:
         written: the ids whose rows the backward writes.
         masks_key: identifies the masks that removed ids, or their weights, from this lookup; empty
             if another hook has replaced the ids since.
+        kept: which ids keep their rows, bool ``(n,)``, by these masks; None if not known.
     """
 
     requested: Ids
     written: Ids
     masks_key: tuple[int, ...]
+    kept: Tensor | None
 
 
 class StreamOrder:
@@ -182,6 +184,8 @@ class TableBatchHooks:
         self._has_cached = False
         # KeyedJaggedTensors of the last forward: as requested, and as passed on to the kernel.
         self._last_features: tuple[Any, Any] = (None, None)
+        # Which ids of the last forward keep their rows, if the sample has found it out.
+        self._last_kept: Tensor | None = None
         self._hooks = Hooks()
 
     def hook(self) -> None:
@@ -404,21 +408,36 @@ class TableBatchHooks:
         self._next_weights = None
         if self._kept_ids and passed is requested and torch.is_grad_enabled():
             self._next_weights = self._kept_ids.weights
+        self._last_kept = None
         # Outside of no_grad(): only training forwards are sampled.
-        sampled = self._sampled.counts_forward()
-        if sampled and self._next_weights and self._pooled and self._zeroed.kernels:
-            # The kernel that gives the weights counts too.
-            self._next_weights = self._sampled.weights
-            sampled = False
+        is_sampled = self._sampled.counts_forward()
         with torch.no_grad():
-            if sampled:
-                self._sampled.add(*_local_ids(requested))
             if self._zeroed.revived:
                 self.clean()
+            sampled = self._sample(requested) if is_sampled else None
             if self._zeroed.any_dirty:
-                self._zeroed.clean_read(*_local_ids(passed))
+                self._zeroed.clean_read(*_local_ids(passed), sampled)
         self._last_features = requested, passed
         return passed, *args[1:]
+
+    def _sample(self, features: Any) -> Any:
+        """Add the lookups of this forward to the samples. On a device, a launch that reads the ids
+        anyway adds them: return the kernel if the launch is the one that cleans the rows, else
+        None."""
+        kernel = self._sampled.kernel_on(features.values().device)
+        if kernel is None:
+            self._sampled.add(*_local_ids(features))
+        elif self._kept_ids and self._pooled:
+            self._next_weights = kernel.weights
+        elif self._kept_ids:
+            # The backward of a sequence masks gradients by these flags. It does not sample itself:
+            # masks may have changed by then.
+            self._last_kept = kernel.flags(*_local_ids(features))
+        elif self._zeroed.any_dirty:
+            return kernel
+        else:
+            kernel.sample(*_local_ids(features))
+        return None
 
     def _refuse_loose_ids(self, features: Any) -> None:
         """Refuse ids that are in no bag, and bags without ids. FBGEMM reads and trains such ids in
@@ -457,7 +476,9 @@ class TableBatchHooks:
             written=written,
             # The masks that this lookup used; none if another hook has replaced the ids.
             masks_key=self._masked_key[0] if passed is args[0] else (),
+            kept=self._last_kept,
         )
+        self._last_kept = None
         self._pending.add(lookup)
         before_update = partial(self._before_update, lookup)
         output.register_hook(before_update)  # type: ignore[no-untyped-call]
@@ -477,13 +498,16 @@ class TableBatchHooks:
                 self._record_writes(lookup)
             if self._counted:
                 self._counted.add(*lookup.requested)
-            return self._without_removed(grad, *lookup.written)
+            return self._without_removed(grad, lookup)
 
-    def _without_removed(self, grad: Tensor, ids: Tensor, ends: Ends) -> Tensor | None:
+    def _without_removed(self, grad: Tensor, lookup: _PendingLookup) -> Tensor | None:
         """Return the gradient of a sequence with zeros for removed rows; None for no change."""
         if self._pooled or self._kept_ids is None:
             return None
-        removed = self._kept_ids.flags(ids, ends).logical_not_()
+        kept = lookup.kept
+        if kept is None or self._has_new_masks(lookup):
+            kept = self._kept_ids.flags(*lookup.written)
+        removed = kept.logical_not()
         if not grad.is_cpu:
             return grad.masked_fill(removed.unsqueeze(1), 0)
         # Half the time of masked_fill(). On a device, nonzero() would have the host wait.
@@ -497,8 +521,13 @@ class TableBatchHooks:
             flag_rows(record, self._features, *lookup.written)
         # The gradients of sequences are masked next, by _without_removed(). Bags were masked in the
         # forward: if masks have changed since, the backward may write rows that are removed by now.
-        if self._pooled and self._kept_ids and lookup.masks_key != self._masked_key[0]:
+        if self._pooled and self._kept_ids and self._has_new_masks(lookup):
             self._zeroed.revived = True
+
+    def _has_new_masks(self, lookup: _PendingLookup) -> bool:
+        """Whether a lookup was made with other masks, or its ids were replaced."""
+        is_new: bool = lookup.masks_key != self._masked_key[0]
+        return is_new
 
 
 def lookups_of(collection: nn.Module) -> list[nn.Module]:

@@ -258,19 +258,8 @@ class SampledLookups:
         self._forwards += 1
         return counted
 
-    def weights(self, ids: Tensor, ends: Ends, given: Tensor | None) -> Tensor:
-        """Count one forward, and return the weights of its ids as :meth:`KeptIds.weights`, on a
-        device with kernels: in one launch."""
-        weights: Tensor = self._kernel_on(ids.device).weights(ids, ends, given)
-        return weights
-
     def add(self, ids: Tensor, ends: Ends) -> None:
-        """Count one forward."""
-        if not ids.is_cpu:
-            kernel = self._kernel_on(ids.device)
-            if kernel is not None:
-                kernel.sample(ids, ends)
-                return
+        """Count one forward, where no kernel does."""
         # Once for each mask, and not in use(): an evaluation must not pay for it.
         if not self._removed:
             self._removed = {table: shard.mask.dead_rows() for table, shard in self._held.items()}
@@ -279,7 +268,7 @@ class SampledLookups:
             lookups += len(rows)
             of_removed += self._removed[table].index_select(0, rows).sum()
 
-    def _kernel_on(self, device: torch.device) -> Any:
+    def kernel_on(self, device: torch.device) -> Any:
         """Return the kernel that counts, and weighs ids too; None where there is none."""
         kernels = kernels_on(device)
         # Once for each mask, as in add().
@@ -465,8 +454,8 @@ class HostRowCleaner:
         """Flag the rows that a lookup names."""
         flag_rows(self.flags, self.features, ids, ends)
 
-    def clean_read(self, ids: Tensor, ends: Ends) -> None:
-        """Clean the flagged rows that a lookup names."""
+    def clean_read(self, ids: Tensor, ends: Ends, sampled: None = None) -> None:
+        """Clean the flagged rows that a lookup names. Only a kernel takes samples with it."""
         for table, span in ids_of_tables(self.masked, self.features, ends):
             weight, mask = self.masked[table]
             if one_pass_is_quicker(mask, ids[span].numel()):
@@ -531,9 +520,10 @@ class ZeroedRows:
             found = {table: (*shard, self._flags[table].flags) for table, shard in cleaned.items()}
             self._cleaner = self.kernels.TritonRowCleaner(list(map(found.get, self._features)))
 
-    def clean_read(self, ids: Tensor, ends: Ends) -> None:
-        """Clean the rows that a lookup is about to read."""
-        self._cleaner.clean_read(ids, ends)
+    def clean_read(self, ids: Tensor, ends: Ends, sampled: Any = None) -> None:
+        """Clean the rows that a lookup is about to read. ``sampled`` is a kernel of
+        :class:`SampledLookups` that adds the lookup in the same launch; None for no sample."""
+        self._cleaner.clean_read(ids, ends, sampled)
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Flag the rows that a backward is about to write."""

@@ -133,7 +133,7 @@ class Parser(argparse.ArgumentParser):
         for action in required:
             action.required = False
         try:
-            _, unknown = super().parse_known_args(words)
+            found, unknown = super().parse_known_args(words)
         finally:
             for action in required:
                 action.required = True
@@ -141,6 +141,14 @@ class Parser(argparse.ArgumentParser):
         # whose error could only suggest the main parser's options.
         if unknown:
             hint = closest(unknown[0].partition("=")[0], self._option_string_actions)
+            missing = [
+                action.option_strings[0]
+                for action in required
+                if action.option_strings and getattr(found, action.dest, None) is None
+            ]
+            # A value without the option to which it belongs.
+            if len(missing) == 1 and not unknown[0].startswith("-"):
+                hint = f"; did you mean {missing[0]} {unknown[0]}?"
             self.error(f"unrecognized arguments: {unknown[0]}{hint}")
 
     # From Python 3.14 on, `suggest_on_error=True` does the same.

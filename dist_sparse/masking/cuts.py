@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.device import finish, flat_width, kernels_on
+from dist_sparse.masking.device import flat_width, kernels_on, with_one_retry
 from dist_sparse.masking.masks import pack, unpack
 from dist_sparse.masking.scores import (
     KEPT,
@@ -309,7 +309,7 @@ def return_decisions(tables: Sequence[CutTable], group: Group, device: torch.dev
     for table in tables:
         arriving += _expect_decisions(parcels, table, group, device)
     parcels.exchange(device)
-    finish(lambda: _fill(arriving))
+    with_one_retry(lambda: _fill(arriving))
 
 
 def _fill(arriving: Iterable[tuple[Tensor, Read]]) -> None:

@@ -194,7 +194,7 @@ def too_large(nbytes: int, weights: int) -> bool:
     return nbytes * 20 > weights
 
 
-def finish(work: Callable[[], Result]) -> Result:
+def with_one_retry(work: Callable[[], Result]) -> Result:
     """Do local work that may follow the last message of a mask update; if it fails, try once more.
 
     Other ranks go on with the new masks then, and an agreement would be one more message. So a rank

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.device import NO_PLACE, count_within, finish, on_host
+from dist_sparse.masking.device import NO_PLACE, count_within, on_host, with_one_retry
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
 from dist_sparse.masking.pool import Limited, Pool
 from dist_sparse.masking.scores import (
@@ -197,7 +197,7 @@ def _find_scores(searches: list[_ScoreSearch], group: Group, pooled_bytes: int) 
     counts, sampled = first[:, :HISTOGRAM], first[:, HISTOGRAM]
     if sampled.any():
         counts = _count_around(searches, counts, sampled, pool, group)
-    if wrong := finish(lambda: _with_refused(searches, counts)):
+    if wrong := with_one_retry(lambda: _with_refused(searches, counts)):
         _refuse(wrong[0], group)
     for search, zeros in zip(searches, counts[:, 0].tolist(), strict=True):
         if search.table.only_zeros:
@@ -217,17 +217,17 @@ def _count_around(
         sampled: how many blocks a sample stands for, int64 ``(searches,)``; 0 for exact histograms.
     """
     samples = counts
-    guesses = finish(lambda: guessed_buckets(searches, counts, sampled, pool))
+    guesses = with_one_retry(lambda: guessed_buckets(searches, counts, sampled, pool))
     exact = group.all_reduce(_histograms_around(searches, guesses))
     counts = torch.where(sampled.view(-1, 1) > 0, exact, counts)
-    missed = finish(lambda: _missed(searches, counts, guesses, pool))
+    missed = with_one_retry(lambda: _missed(searches, counts, guesses, pool))
     if missed:
         # By chance, if the threshold is near the border of two buckets.
         nearer = {row: _next_sampled(samples[row], guesses[row], up) for row, up in missed.items()}
         found = group.all_reduce(_histograms_around(searches, nearer))
         counts[[*nearer]] = found[[*nearer]]
         guesses |= nearer
-        missed = finish(lambda: _missed(searches, counts, guesses, pool))
+        missed = with_one_retry(lambda: _missed(searches, counts, guesses, pool))
     if missed:
         # In a pool, each table's bucket depends on the counts of the others.
         rows = [*guesses] if pool.prices else [*missed]
@@ -605,7 +605,7 @@ def _descend(searches: Sequence[_Search], counts: Tensor, shift: int, pool: Pool
     ranks."""
     buckets = counts.shape[1]
     # The last round may be behind: only these searches know.
-    chosen, limited = finish(lambda: _next_buckets(searches, counts, pool))
+    chosen, limited = with_one_retry(lambda: _next_buckets(searches, counts, pool))
     pool.leave_at(limited)
     for search, row in zip(searches, chosen, strict=True):
         search.descend(shift, buckets, *row)

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.groups import weights_are_on, world_group
-from dist_sparse.masking.device import finish
+from dist_sparse.groups import set_weights_device, world_group
+from dist_sparse.masking.device import with_one_retry
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.dense_store import (
     Configs,
@@ -199,7 +199,7 @@ class BaseDataSparsifier(MaskUpdater):
             configs, register = self._checked(source, located, overrides)
             for data in located:
                 for shard in data.shards:
-                    weights_are_on(shard.tensor.device)
+                    set_weights_device(shard.tensor.device)
                 where = [data.shape, str(data.dtype), data.ranks, data.tiling]
                 facts[f"table {data.name!r}"] = [*where, configs[data.name]]
         # All ranks have agreed. Registering can't fail.
@@ -506,7 +506,7 @@ class BaseDataSparsifier(MaskUpdater):
             self.masks.forget_update()
             self.data_groups = {name: configs[name] for name in names} | kept
             # All ranks have the new masks by now.
-            finish(self.masks.enforcer.renew)
+            with_one_retry(self.masks.enforcer.renew)
 
         return load
 

@@ -28,7 +28,7 @@ from dist_sparse.groups import (
     signed,
 )
 from dist_sparse.masking.block_masks import NewMasks
-from dist_sparse.masking.device import finish
+from dist_sparse.masking.device import with_one_retry
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.sparsifiers import pieces
 from dist_sparse.tables.memory import shared_memory
@@ -427,7 +427,7 @@ class PackedStore:
             arrived = self.exchange(moves)
             call.sent_all()
         # Other ranks have their bits by now.
-        taken = finish(
+        taken = with_one_retry(
             lambda: {
                 name: self._tables[name].assembled(located[name], found)
                 for name, found in arrived.items()

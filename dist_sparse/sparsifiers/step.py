@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Call, Facts, Group
 from dist_sparse.masking.block_masks import NewMasks
-from dist_sparse.masking.device import finish
+from dist_sparse.masking.device import with_one_retry
 from dist_sparse.masking.masks import BlockMask, Held, ShardChange
 from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.dense_store import Configs
@@ -152,13 +152,13 @@ def update_masks(sparsifier: MaskUpdater) -> None:
                     call.sent_all()
                 else:
                     masks.undo.keep(masks, located, new_masks)
-            finish(lambda: _zero_removed(packed, located, new_masks))
+            with_one_retry(lambda: _zero_removed(packed, located, new_masks))
             # An enforcer of this sparsifier sees what its mask updates write.
             if masks.enforcer is NO_ENFORCER:
                 masks.note_write()
             for name, new in new_masks.items():
                 packed.replace(located[name], new)
-            finish(masks.enforcer.end_step)
+            with_one_retry(masks.enforcer.end_step)
     except BaseException:
         # KeyboardInterrupt too: no mask of plain data may stay half edited.
         for mask, old in before:
@@ -201,7 +201,7 @@ def make_masks(
         sparsifier.select(scored, names, group)
     if not _sends_masks(sparsifier.masks, located):
         call.sent_all()
-    new_masks = finish(lambda: sparsifier.selected_masks(scored))
+    new_masks = with_one_retry(lambda: sparsifier.selected_masks(scored))
     return located, _replace_by_first_copies(packed, located, new_masks)
 
 

@@ -93,23 +93,23 @@ def bag_offsets(ids: Tensor, offsets: Tensor, has_last: bool) -> Tensor:
     if not has_last:
         offsets = torch.cat([offsets, offsets.new_full((1,), n)])
     if torch.compiler.is_compiling():
-        torch._assert_async(offsets_fit(offsets, n) & (offsets[-1] < 2**31), _OFFSETS)
+        # A difference of offsets could wrap; a comparison can't.
+        rises = (offsets[1:] >= offsets[:-1]).all()
+        fits = rises & (offsets[0] == 0) & (offsets[-1] == n) & (offsets[-1] < 2**31)
+        torch._assert_async(fits, _OFFSETS)
         return offsets.int()
-    # At least one offset; the first is 0, and the last is the number of ids.
-    fits = offsets[:1].tolist() == [0] and int(offsets[-1]) == n < 2**31
-    # Offsets that never fall are their own running maximum. It takes half the time of a comparison
-    # with their neighbors.
-    if not fits or not torch.equal(offsets, offsets.cummax(0)[0]):
+    if not (offsets.size(0) > 0 and n < 2**31 and offsets_fit(offsets, n)):
         raise ValueError(_OFFSETS)
     return offsets.int().contiguous()
 
 
-def offsets_fit(offsets: Tensor, count: int) -> Tensor:
-    """Return whether offsets ``(n,)`` begin with 0, never fall, and end with ``count``: bool. There
-    must be one."""
-    # A difference of offsets could wrap; a comparison can't.
-    rises = (offsets[1:] >= offsets[:-1]).all()
-    return rises & (offsets[0] == 0) & (offsets[-1] == count)
+def offsets_fit(offsets: Tensor, count: int) -> bool:
+    """Return whether offsets ``(n,)``, at least one, begin with 0, never fall, and end with
+    ``count``."""
+    # Offsets that never fall are their own running maximum. It takes half the time of a comparison
+    # with their neighbors.
+    has_ends = int(offsets[0]) == 0 and int(offsets[-1]) == count
+    return has_ends and torch.equal(offsets, offsets.cummax(0)[0])
 
 
 def check_weights(

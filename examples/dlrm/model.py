@@ -32,15 +32,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm.batches import Dataset
-
-DIM = 32
-"""Default columns of all tables; they are equal because DLRM's interaction multiplies the features'
-vectors with each other."""
-
-NARROWEST = 4
-"""The smallest number of columns; FBGEMM requires multiples of it."""
-
-SHARDINGS = ("mixed", "row_wise", "column_wise", "table_wise", "data_parallel")
+from dlrm.options import DIM, SHARDINGS
 
 _TABLE_LR = 0.05
 _DENSE_LR = 1e-3
@@ -140,7 +132,7 @@ def sharding_of(rows: Mapping[str, int], sharding: str, world: int) -> dict[str,
 
     Args:
         rows: of every table.
-        sharding: one of :data:`SHARDINGS`.
+        sharding: one of :data:`~dlrm.options.SHARDINGS`.
         world: number of processes.
 
     Raises:

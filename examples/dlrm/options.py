@@ -1,4 +1,5 @@
-"""The command line of the job."""
+"""The command line of the job. Imports torch, and not TorchRec, which takes longer to load than a
+wrong option to be refused."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from pathlib import Path
 from dist_sparse import ROW
 from dist_sparse.checks import parse_block
 from dist_sparse.sparsifiers.importance import SCORES
-from dlrm.model import DIM, NARROWEST, SHARDINGS
+
+DIM = 32
+"""Default columns of all tables; they are equal because DLRM's interaction multiplies the features'
+vectors with each other."""
+
+NARROWEST = 4
+"""The smallest number of columns; FBGEMM requires multiples of it."""
+
+SHARDINGS = ("mixed", "row_wise", "column_wise", "table_wise", "data_parallel")
 
 
 def parse(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -22,7 +22,8 @@ from torchrec import KeyedJaggedTensor
 
 from dlrm import interactions, movielens
 from dlrm.batches import Dataset, batches
-from dlrm.model import DIM, build, sharding_of
+from dlrm.model import build, sharding_of
+from dlrm.options import DIM
 from dlrm.predictions import Predictions
 from dlrm.process import quiet
 

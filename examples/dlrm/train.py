@@ -35,8 +35,9 @@ from dist_sparse import (
 from dist_sparse.ids.share import Share
 from dist_sparse.sparsifiers.importance import Score
 from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
-from dlrm.model import DIM, ShardedModel, build
+from dlrm.model import ShardedModel, build
 from dlrm.notes import Notes
+from dlrm.options import DIM
 from dlrm.predictions import Predictions
 from dlrm.served import Artifacts, export
 

@@ -96,6 +96,8 @@ def test_alone_it_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) ->
             ["plan", "f:f", "--budgt", "5%"],
             "plan: error: unrecognized arguments: --budgt; did you mean --budget?",
         ),
+        (["plan", "f:f", "5%"], "unrecognized arguments: 5%; did you mean --budget 5%?"),
+        (["plan", "f:f", "--budget", "3%", "5%"], "unrecognized arguments: 5%\n"),
         (["merge", "--oot=x"], "unrecognized arguments: --oot=x; did you mean --out?"),
         (["--vresion"], "unrecognized arguments: --vresion; did you mean --version?"),
         (["launch", "--nprocs", "2"], "arguments: --nprocs; did you mean --nproc?"),

@@ -24,8 +24,8 @@ from dist_sparse.extras.report.run import read_run
 from dist_sparse.extras.report.summary import numbers
 from dlrm import interactions, movielens
 from dlrm.batches import DataError, Dataset, SparseFeature, batches, steps_per_pass
-from dlrm.model import DIM, sharding_of
-from dlrm.options import is_usual, parse
+from dlrm.model import sharding_of
+from dlrm.options import DIM, is_usual, parse
 from dlrm.report import SEEDS, WHOLE, noise_of, served_table, tables_table
 from dlrm.served import Served
 from dlrm.train import TableRow
@@ -341,6 +341,19 @@ class TestOptions:
         assert refusal.value.code == 2
         assert says in capsys.readouterr().err
 
+    def test_a_wrong_one_is_refused_before_torchrec_loads(self) -> None:
+        """Which takes most of the time until then."""
+        script = (
+            "import atexit, runpy, sys\n"
+            "atexit.register(lambda: print('torchrec' in sys.modules))\n"
+            "sys.argv.pop(0)\n"
+            "runpy.run_path(sys.argv[0], run_name='__main__')"
+        )
+        command = [sys.executable, "-c", script, str(MAIN), "--levl", "0.8"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2 and "unrecognized arguments: --levl" in done.stderr
+        assert done.stdout == "False\n"
+
     def test_a_level_is_a_fraction_or_a_percentage(self) -> None:
         options = parse(None, ["--level", "user_id=80%", "user_x_genre=0.95"])
         assert options.level == {"user_id": 0.8, "user_x_genre": 0.95}
@@ -542,11 +555,8 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
     assert [
         f"run {turn} of 4: {run}" in result.text for turn, run in enumerate(result.runs, start=1)
     ] == [True] * 4
-    assert (
-        result.text.rstrip()
-        .rpartition("\n")[2]
-        .startswith("The report, to open in a browser: file:///")
-    )
+    *_, ahead, page = result.text.rstrip().splitlines()
+    assert ahead == "The report, to open in a browser:" and page.startswith("file:///")
     for run in result.runs.values():
         assert 0.4 < float(run["AUC"]) <= 1
         assert float(run["NE"]) > 0

@@ -120,7 +120,9 @@ class TritonRowCleaner:
         # A row has one flag: each element of a tile is an id.
         self._on_ids(ids, ends, cols=1, marks=True)
 
-    def clean_read(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
+    def clean_read(
+        self, ids: Tensor, ends: Sequence[int] | Tensor, sampled: TritonLookups | None = None
+    ) -> None:
         """Clean the flagged rows that a lookup names, on the current stream.
 
         Args:
@@ -129,8 +131,10 @@ class TritonRowCleaner:
             ends: offsets of the features in the ids, ``features + 1`` numbers. An integer tensor on
                 the device of ``ids`` is read in place, with any stride:
                 ``offsets[::batch_size]`` of FBGEMM's offsets needs neither a copy nor a wait.
+            sampled: of the same features, with samples: the lookup is added to them. The tables
+                that it knows and this does not must remove nothing.
         """
-        self._on_ids(ids, ends, cols=self._cols, marks=False)
+        self._on_ids(ids, ends, cols=self._cols, marks=False, sampled=sampled)
 
     def clean(self) -> None:
         """Clean all flagged rows. They stay flagged."""
@@ -138,13 +142,23 @@ class TritonRowCleaner:
             # As for a lookup with one feature per table, whose ids are all of its rows.
             self._launch(self._ends, self._rows, self._ends, self._tables, self._cols, by_id=False)
 
-    def _on_ids(self, ids: Tensor, ends: Sequence[int] | Tensor, *, cols: int, marks: bool) -> None:
+    def _on_ids(
+        self,
+        ids: Tensor,
+        ends: Sequence[int] | Tensor,
+        *,
+        cols: int,
+        marks: bool,
+        sampled: TritonLookups | None = None,
+    ) -> None:
         count = ids.numel()
         if not self.needed or count == 0:
             return
         ends = ends if isinstance(ends, Tensor) else sent(ends, ids.device)
         ends = ends.to(ids.device, non_blocking=True)
-        self._launch(ids.contiguous(), count, ends, self._features, cols, marks=marks)
+        self._launch(
+            ids.contiguous(), count, ends, self._features, cols, marks=marks, sampled=sampled
+        )
 
     def _launch(
         self,
@@ -156,6 +170,7 @@ class TritonRowCleaner:
         *,
         marks: bool = False,
         by_id: bool = True,
+        sampled: TritonLookups | None = None,
     ) -> None:
         ids_at_once = _TILE // cols
         per_program = ids_at_once if by_id else max(ids_at_once, _FLAGS)
@@ -169,7 +184,9 @@ class TritonRowCleaner:
                 ends.stride(0),
                 table,
                 features,
+                sampled and sampled.table,
                 FIELDS=len(Fields._fields),
+                LOOKUP_FIELDS=len(LookupFields._fields),
                 STEPS=(features - 1).bit_length(),
                 SHIFTS=self._shifts,
                 WORD=self._word,
@@ -178,6 +195,7 @@ class TritonRowCleaner:
                 COLS=cols,
                 MARKS=marks,
                 BY_ID=by_id,
+                PACKED=sampled is not None and sampled.packed,
                 num_warps=4,
             )
 
@@ -228,6 +246,10 @@ class TritonLookups:
             to which each launch adds the number of its lookups and of those of removed rows, for
             all tables or for none; and whether ids of removed rows lose their weight. None for a
             table without a mask.
+
+    Attributes:
+        table: the fields of each feature, one after the other.
+        packed: rows have a bit, instead of a byte.
     """
 
     def __init__(self, features: Sequence[tuple[Any, Tensor | None, bool] | None]) -> None:
@@ -235,13 +257,13 @@ class TritonLookups:
         self._samples = any(samples is not None for _, samples, _ in given)
         # Nearly all masks of whole rows have a bit for each row. It stays in the cache, where a
         # byte for each row may not.
-        self._packed = all(mask.grid.cols == mask.block[0] == 1 for mask, _, _ in given)
+        self.packed = all(mask.grid.cols == mask.block[0] == 1 for mask, _, _ in given)
         self._alive = [samples for _, samples, _ in given if samples is not None]
         # Once for each table, which may have several features.
         rows: dict[int, Tensor] = {}
         for mask, _, _ in given:
             if id(mask) not in rows:
-                rows[id(mask)] = mask.bits if self._packed else mask.dead_rows()
+                rows[id(mask)] = mask.bits if self.packed else mask.dead_rows()
         self._alive += rows.values()
         known: list[int] = []
         for feature in features:
@@ -252,7 +274,7 @@ class TritonLookups:
                 of_rows = rows[id(mask)].data_ptr()
                 fields = LookupFields(of_rows, mask.rect.rows, address, weighed)
             known += fields
-        self._table = sent(known, self._alive[0].device)
+        self.table = sent(known, self._alive[0].device)
 
     def flags(self, ids: Tensor, ends: Sequence[int] | Tensor) -> Tensor:
         """Return which ids keep their weight, bool ``(n,)``; True for ids of no feature."""
@@ -284,8 +306,8 @@ class TritonLookups:
         out: Tensor | None = None,
         given: Tensor | None = None,
     ) -> None:
-        options = {"SAMPLES": self._samples, "PACKED": self._packed}
-        _visit_lookups(ids, ends, self._table, out, given, **options)
+        options = {"SAMPLES": self._samples, "PACKED": self.packed}
+        _visit_lookups(ids, ends, self.table, out, given, **options)
 
 
 def _visit_lookups(
@@ -330,6 +352,18 @@ def _axis(start: int, size: int, block: int, blocks: int) -> tuple[int, int]:
     return (0, triton.next_power_of_2(size)) if blocks == 1 else (start % block, block)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _keeps(flags: tl.tensor, row: tl.tensor, known: tl.tensor, PACKED: tl.constexpr) -> tl.tensor:
+    """Return which rows are kept; rows that are not known are. A row has a bit, which is 1 if it is
+    kept (PACKED), or a byte, which is 1 if it is removed."""
+    if PACKED:
+        byte = tl.load(flags + (row >> 3), mask=known, other=0xFF).to(tl.int32)
+        kept = ((byte >> (row & 7).to(tl.int32)) & 1) != 0
+    else:
+        kept = tl.load(flags + row, mask=known, other=0) == 0
+    return kept
+
+
 # These numbers change from batch to batch: Triton would compile a kernel for each.
 @triton.jit(do_not_specialize=["count", "stride", "features"])  # type: ignore[untyped-decorator]
 def visit_rows(
@@ -339,7 +373,9 @@ def visit_rows(
     stride: tl.tensor,
     table: tl.tensor,
     features: tl.tensor,
+    lookups: tl.tensor,
     FIELDS: tl.constexpr,
+    LOOKUP_FIELDS: tl.constexpr,
     STEPS: tl.constexpr,
     SHIFTS: tl.constexpr,
     WORD: tl.constexpr,
@@ -348,10 +384,12 @@ def visit_rows(
     COLS: tl.constexpr,
     MARKS: tl.constexpr,
     BY_ID: tl.constexpr,
+    PACKED: tl.constexpr,
 ) -> None:
     """Flag the rows of ids (MARKS), or zero the removed weights of rows that are flagged, COLS
     columns at a time. Each program takes SPAN ids, feature by feature and IDS at a time. Without
-    BY_ID, all rows of the tables take the place of the ids; SPAN is IDS with it.
+    BY_ID, all rows of the tables take the place of the ids; SPAN is IDS with it. With ``lookups``,
+    the fields that :func:`visit_lookups` has of the features, add to their samples.
 
     Tiles are flat, so that the lanes of a warp read neighbours in a row: Triton would lay out a
     matrix of addresses, about which it knows nothing, by columns. The numbers added to ``info`` are
@@ -405,6 +443,17 @@ def visit_rows(
             row = tl.where((row >= 0) & (row < tl.load(info + 3)), row, 0)
         else:
             row = at - first_row
+        if lookups is not None:
+            of_feature = lookups + feature * LOOKUP_FIELDS
+            removal = tl.load(of_feature).to(tl.pointer_type(tl.uint8))
+            # One lane for each id.
+            counted = inside & (element % COLS == 0)
+            kept = _keeps(removal, row, counted, PACKED)
+            of_removed = tl.sum((counted & (kept == 0)).to(tl.int64), 0)
+            samples = tl.load(of_feature + 2).to(tl.pointer_type(tl.int64))
+            has_mask = tl.load(of_feature + 1) > 0
+            tl.atomic_add(samples, stop - position, mask=has_mask, sem="relaxed")
+            tl.atomic_add(samples + 1, of_removed, mask=has_mask, sem="relaxed")
         if MARKS:
             tl.store(flags + row, tl.full([IDS * COLS], 1, dtype=tl.uint8), mask=inside)
         else:
@@ -448,7 +497,7 @@ def visit_lookups(
     """Add 1 to the counts of type TYPE of the rows that ids name. Without a TYPE, write to ``out``
     what each id weighs: 0 if it names a removed row of a table whose ids are weighed, else what it
     weighs in ``given``, or 1. ``out`` may be None, as ``given``. Add to the samples (SAMPLES).
-    A row has a bit, which is 1 if it is kept (PACKED), or a byte, which is 1 if it is removed.
+    PACKED is as in :func:`_keeps`.
 
     The numbers added to ``info`` are the positions of the fields of :class:`LookupFields`.
     """
@@ -474,11 +523,7 @@ def visit_lookups(
         tl.atomic_add(address.to(tl.pointer_type(TYPE)) + row, one, mask=known, sem="relaxed")
     else:
         flags = address.to(tl.pointer_type(tl.uint8))
-        if PACKED:
-            byte = tl.load(flags + (row >> 3), mask=known, other=0xFF).to(tl.int32)
-            kept = ((byte >> (row & 7).to(tl.int32)) & 1) != 0
-        else:
-            kept = tl.load(flags + row, mask=known, other=0) == 0
+        kept = _keeps(flags, row, known, PACKED)
         if SAMPLES:
             # Additions to one address wait for each other: there are two or three for each feature
             # of the tile, instead of one for each id. The last id of a feature adds what the tile

@@ -15,7 +15,7 @@ from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.extras.rotation.lookups import TableLookup, find_lookup, find_lookup_for_dots
 from dist_sparse.extras.rotation.turning import bases_of, gram_matrices, share_, turn_
 from dist_sparse.groups import Group, world_group
-from dist_sparse.masking.device import finish
+from dist_sparse.masking.device import with_one_retry
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.bases import BASIS, TableGroups, rotation_groups, turn_back
 from dist_sparse.tables.shards import COL, Located, ShardedData
@@ -177,8 +177,8 @@ class _Rotator:
         for group, tables in by_group:
             for data in tables:
                 turn_(data, bases[data.name], group)
-                finish(partial(self._note_basis, data.name, bases[data.name]))
-        finish(partial(enforcer.after_rotation, self.names))
+                with_one_retry(partial(self._note_basis, data.name, bases[data.name]))
+        with_one_retry(partial(enforcer.after_rotation, self.names))
 
     def _note_basis(self, name: str, basis: Tensor) -> None:
         """Extend the basis by which the output of a table is rotated back, if it is: from the

@@ -168,6 +168,7 @@ def kernels_of_rows() -> dict[str, Compiled]:
         found[name] = Compiled(visit_lookups, arguments, constants)
     for name, ids, shifts, word, steps, marks, by_id in (
         ("clean read", "*i64", True, tl.int32, 5, False, True),
+        ("clean read, sampled", "*i64", True, tl.int32, 5, False, True),
         ("clean read, odd", "*i32", False, tl.int16, 0, False, True),
         ("flag", "*i64", True, tl.int32, 5, True, True),
         ("clean all", "*i64", True, tl.int32, 2, False, False),
@@ -184,7 +185,13 @@ def kernels_of_rows() -> dict[str, Compiled]:
             "COLS": 1 if marks else 32,
             "MARKS": marks,
             "BY_ID": by_id,
+            "LOOKUP_FIELDS": len(LookupFields._fields),
+            "PACKED": False,
+            "lookups": None,
         }
+        if name.endswith("sampled"):
+            arguments["lookups"] = "*i64"
+            del constants["lookups"]
         found[name] = Compiled(visit_rows, arguments, constants)
     return found
 

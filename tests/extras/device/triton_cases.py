@@ -515,6 +515,37 @@ def lookups_whose_ends_leave_ids_out_or_have_too_few() -> None:
 
 
 @case
+def samples_of_lookups_that_clean() -> None:
+    """With whole rows and finer blocks, features of one table, tables that lose nothing or have no
+    mask, and ends that leave ids out."""
+    from dist_sparse.extras.device.row_kernels import TritonLookups
+
+    for block in ((1, 10**9), (1, 20)):
+        tables = [slot(Rect(0, 0, rows, 40), block, kept=0.3) for rows in (30, 41)]
+        whole = slot(Rect(0, 0, 9, 40), block, kept=2)
+        features = [tables[0], None, tables[1], whole, tables[1]]
+        given = [
+            torch.cat([some_ids(30, count), torch.tensor([-1, 99])]) for count in range(9, 99, 18)
+        ]
+        starts = [5, *(5 + end for end in accumulate(map(len, given)))]
+        ids = torch.cat([torch.zeros(5, dtype=torch.int64), *given, torch.arange(3)]).to(DEVICE)
+        samples = [torch.zeros(2, dtype=torch.int64, device=DEVICE) for _ in range(3)]
+        of_each = [samples[0], None, samples[1], samples[2], samples[1]]
+        sampled = TritonLookups(
+            [one and (one.mask, of, True) for one, of in zip(features, of_each, strict=True)]
+        )
+        want = [[0, 0] for _ in samples]
+        for number, some in ((0, given[0]), (1, given[2]), (2, given[3]), (1, given[4])):
+            dead = (*tables, whole)[number].mask.dead_rows()
+            rows = torch.where((some < 0) | (some >= len(dead)), 0, some)
+            want[number][0] += len(rows)
+            want[number][1] += int(dead[rows].sum())
+        flagged(features).clean_read(ids, starts, sampled)
+        assert [each.tolist() for each in samples] == want
+        assert 0 < want[1][1] < want[1][0] and not want[2][1]
+
+
+@case
 def a_lookup_without_ids() -> None:
     check_lookup([Lookup(row_mask(5), torch.zeros(0, dtype=torch.int64))] * 2)
 

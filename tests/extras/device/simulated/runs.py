@@ -52,7 +52,7 @@ class Run:
         level: the sparsity level.
         score: of :class:`~dist_sparse.ImportanceSparsifier`.
         enforcer: options of the enforcer.
-        caches: whether the kernel caches rows of tables in unified memory.
+        kind: of kernel, :class:`Kernel` or one that caches rows or returns sequences.
         finer: blocks of tables with others.
         **options: of the sparsifier.
     """
@@ -66,7 +66,7 @@ class Run:
         level: float = 0.5,
         score: str = "norm",
         enforcer: dict[str, Any] | None = None,
-        caches: bool = False,
+        kind: type[Kernel] = Kernel,
         finer: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -78,7 +78,7 @@ class Run:
         shards = [
             layout.shard(table, rank) for layout, table in zip(self.layouts, tables, strict=True)
         ]
-        self.model = Collection(self.layouts, shards, rank, device == "cuda", caches)
+        self.model = Collection(self.layouts, shards, rank, device == "cuda", kind)
         self.sparsifier = ImportanceSparsifier(
             sparsity_level=level, sparse_block_shape=block, score=score, norm="L2", **options
         )

@@ -4,7 +4,8 @@ the device that is not there: what :mod:`dist_sparse.tables.protocols` asks of t
 A lookup adds up rows and its backward writes them, as a fused kernel does, in the order of the ids,
 so that both devices compute the same bits. Its output is on the CPU: torch's autograd engine ends
 the process at a tensor of a device that it has no driver for, and the enforcer reads no value of
-outputs.
+outputs. In sequences, hooks on the output's gradient run in the lookup's own backward, with a
+gradient on the device, which they change.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData
 from dist_sparse.torchrec import port
 from tests.extras.device.simulated.fake import STREAMS, cuda, inner
 
-__all__ = ["Collection", "Kernel", "Layout", "one_rank", "standing_in"]
+__all__ = [
+    "CachingKernel",
+    "Collection",
+    "Kernel",
+    "Layout",
+    "SequenceKernel",
+    "one_rank",
+    "standing_in",
+]
 
 RATE = 0.05
 EPS = 1e-8
@@ -66,7 +75,7 @@ class Kernel(nn.Module):
         names: of the tables; by default ``t0``, ``t1``, ...
     """
 
-    pooling: Literal["sum"] = "sum"
+    pooling: Literal["sum", "none"] = "sum"
     keeps_zeros = True
     is_adagrad = True
     cached: Set[int] = frozenset()
@@ -136,9 +145,12 @@ class Kernel(nn.Module):
         return out
 
     def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int) -> Tensor:
+        hooks: list[Callable[[Tensor], Tensor | None]] = []
         out: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-            self, self._anchor, ids, offsets, weights, bags
+            self, self._anchor, ids, offsets, weights, bags, hooks
         )
+        if self.pooling == "none":
+            out.register_hook = hooks.append  # type: ignore[method-assign]
         return out
 
     def rows(self) -> list[Tensor]:
@@ -150,6 +162,12 @@ class Kernel(nn.Module):
         return self.rows()
 
     def write_back(self) -> None: ...
+
+
+class SequenceKernel(Kernel):
+    """A kernel that returns a row for each id. All tables are equally wide."""
+
+    pooling = "none"
 
 
 class CachingKernel(Kernel):
@@ -214,11 +232,13 @@ class _Bags:
 
     ids: Tensor
     bags: Tensor
+    count: int
     weights: Tensor | None
 
 
 class _Lookup(torch.autograd.Function):
-    """Adds up the rows of bags; the backward steps the optimizer."""
+    """Adds up the rows of bags; the backward steps the optimizer. In a sequence each id is a bag,
+    and the tables' outputs lie below each other, not side by side."""
 
     @staticmethod
     def forward(
@@ -229,12 +249,20 @@ class _Lookup(torch.autograd.Function):
         offsets: Tensor,
         weights: Tensor | None,
         bags: int,
+        hooks: Sequence[Callable[[Tensor], Tensor | None]],
     ) -> Tensor:
+        ctx.hooks = hooks
         # Uncounted, on the memory behind the device: it is FBGEMM's work.
         ctx.kernel = kernel
+        ctx.joined = 1 if kernel.pooling == "sum" else 0
         ctx.batch = _split(inner(ids), inner(offsets), inner(weights), bags)
+        if kernel.pooling == "none":
+            ctx.batch = [_each_alone(some) for some in ctx.batch]
         ctx.tables = kernel.fetched(ctx.batch)
-        out = torch.empty(bags, sum(table.shape[1] for table in ctx.tables))
+        shapes = [
+            (some.count, cols) for some, (_, cols) in zip(ctx.batch, kernel.shapes, strict=True)
+        ]
+        out = torch.cat([torch.empty(shape) for shape in shapes], ctx.joined)
 
         def look_up() -> None:
             found = []
@@ -242,8 +270,9 @@ class _Lookup(torch.autograd.Function):
                 rows = table[some.ids].float()
                 if some.weights is not None:
                     rows = rows * some.weights.unsqueeze(1)
-                found.append(torch.zeros(bags, table.shape[1]).index_add_(0, some.bags, rows))
-            torch.cat(found, 1, out=out)
+                zeros = torch.zeros(some.count, table.shape[1])
+                found.append(zeros.index_add_(0, some.bags, rows))
+            torch.cat(found, ctx.joined, out=out)
 
         # Later, on a stream that sleeps.
         STREAMS.now.do(look_up)
@@ -252,7 +281,13 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         kernel: Kernel = ctx.kernel
-        parts = torch.split(grad, [cols for _, cols in kernel.shapes], 1)
+        for hook in ctx.hooks:
+            changed = hook(kernel.put(grad))
+            grad = grad if changed is None else inner(changed)
+        widths = [cols for _, cols in kernel.shapes]
+        parts = torch.split(
+            grad, widths if ctx.joined else [some.count for some in ctx.batch], ctx.joined
+        )
         for table, sums, some, part in zip(ctx.tables, kernel.sums, ctx.batch, parts, strict=True):
             of_each = part[some.bags]
             if some.weights is not None:
@@ -261,7 +296,7 @@ class _Lookup(torch.autograd.Function):
             step = torch.zeros(len(touched), table.shape[1]).index_add_(0, place, of_each)
             sums[touched] += step.square().mean(1)
             table[touched] -= RATE * step / (sums[touched].sqrt() + EPS).unsqueeze(1)
-        return None, None, None, None, None, None
+        return (None,) * 7
 
 
 def _split(ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int) -> list[_Bags]:
@@ -271,8 +306,12 @@ def _split(ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int) -> l
         lengths = offsets[first : first + bags + 1].diff()
         bag = torch.arange(bags).repeat_interleave(lengths)
         some = None if weights is None else weights[start:stop]
-        found.append(_Bags(ids[start:stop].long(), bag, some))
+        found.append(_Bags(ids[start:stop].long(), bag, bags, some))
     return found
+
+
+def _each_alone(some: _Bags) -> _Bags:
+    return _Bags(some.ids, torch.arange(len(some.ids)), len(some.ids), some.weights)
 
 
 class Collection(nn.Module):
@@ -283,12 +322,11 @@ class Collection(nn.Module):
         tables: this rank's shards.
         rank: of this process.
         on_device: whether the tables say ``cuda``.
-        caches: whether the kernel caches rows.
+        kind: of kernel.
         names: of the tables; by default ``t0``, ``t1``, ...
     """
 
     is_sharded = True
-    pooled = True
     weighted = False
     needs_indices = False
     merges_ids = False
@@ -300,12 +338,13 @@ class Collection(nn.Module):
         tables: Sequence[Tensor],
         rank: int,
         on_device: bool,
-        caches: bool = False,
+        kind: type[Kernel] = Kernel,
         names: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self._rank, self._on_device, self._names = rank, on_device, names
-        self._kind = CachingKernel if caches else Kernel
+        self._kind = kind
+        self.pooled = kind.pooling == "sum"
         self.store(layouts, tables)
 
     def store(self, layouts: Sequence[Layout], tables: Sequence[Tensor]) -> None:
@@ -316,7 +355,7 @@ class Collection(nn.Module):
     @property
     def tables(self) -> list[TableConfig]:
         return [
-            TableConfig(name, (f"f{number}",), layout.shape[0], "sum")
+            TableConfig(name, (f"f{number}",), layout.shape[0], self._kind.pooling)
             for number, (name, layout) in enumerate(
                 zip(self.kernel.tables, self._layouts, strict=True)
             )

@@ -31,7 +31,7 @@ def trained(device: str, **options: Any) -> Run:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_masks_and_weights_are_those_of_uncached_tables(device: str, score: str) -> None:
     expected = trained("cpu", score=score)
-    found = trained(device, score=score, caches=True)
+    found = trained(device, score=score, kind=CachingKernel)
     assert all(map(torch.equal, expected.masks(), found.masks()))
     assert all(map(torch.equal, expected.kernel.sums, found.kernel.sums))
     assert torch.equal(expected.kernel.memory, found.kernel.memory)
@@ -41,14 +41,14 @@ def test_the_stand_in_can_fail() -> None:
     """Without a write-back, old rows are scored, and removed ones come back."""
     expected = trained("cpu")
     with mock.patch.object(CachingKernel, "write_back", Kernel.write_back):
-        found = trained("cuda", caches=True)
+        found = trained("cuda", kind=CachingKernel)
     assert not torch.equal(expected.kernel.memory, found.kernel.memory)
 
 
 def test_what_it_costs() -> None:
     """An ordinary step neither waits nor writes back; a mask update waits as for other tables."""
     with on_device():
-        run = Run("cuda", ROWS, caches=True)
+        run = Run("cuda", ROWS, kind=CachingKernel)
         run.update()
         run.train(2)
         with mock.patch.object(CachingKernel, "write_back", side_effect=AssertionError):
@@ -59,7 +59,7 @@ def test_what_it_costs() -> None:
 def test_loaded_rows_are_masked() -> None:
     with on_device():
         # Torch counts writes of real tensors alone.
-        run = Run("cpu", ROWS, caches=True)
+        run = Run("cpu", ROWS, kind=CachingKernel)
         run.update(0.5)
         run.train()
         with torch.no_grad():
@@ -80,13 +80,13 @@ def test_finer_blocks_are_refused(block: tuple[int, int]) -> None:
             ValueError, match=r"'t0': .* can't zero parts of cached rows, as blocks of . x . need"
         ),
     ):
-        Run("cuda", block, caches=True)
+        Run("cuda", block, kind=CachingKernel)
 
 
 def test_a_block_that_gets_finer_is_refused() -> None:
     """On the mask update, before anything is changed."""
     with on_device():
-        run = Run("cuda", ROWS, caches=True)
+        run = Run("cuda", ROWS, kind=CachingKernel)
         run.update(0.5)
         before = run.weights()
         run.sparsifier.data_groups["t1"].update(sparse_block_shape=(1, 4), zeros_per_block=None)
@@ -97,22 +97,22 @@ def test_a_block_that_gets_finer_is_refused() -> None:
 
 def test_parts_of_blocks_are_refused() -> None:
     with on_device(), pytest.raises(ValueError, match=r"'t0': .* blocks of 1 x 1"):
-        Run("cuda", ROWS, caches=True, zeros_per_block=64)
+        Run("cuda", ROWS, kind=CachingKernel, zeros_per_block=64)
 
 
 def test_rows_that_would_need_zeroing_are_refused() -> None:
     wrong = r"\['t0', 't1'\] have the compute kernel 'fused_uvm_caching'.* eps > 0"
     with on_device(), pytest.raises(ValueError, match=wrong):
-        Run("cuda", ROWS, score="accumulator", caches=True)
+        Run("cuda", ROWS, score="accumulator", kind=CachingKernel)
     moves = mock.patch.object(CachingKernel, "keeps_zeros", False)
     with on_device(), moves, pytest.raises(ValueError, match=wrong):
-        Run("cuda", ROWS, caches=True)
+        Run("cuda", ROWS, kind=CachingKernel)
 
 
 def test_a_lookup_without_its_backward() -> None:
     """Its rows would be written to places that others have by then."""
     with on_device():
-        run = Run("cuda", ROWS, caches=True)
+        run = Run("cuda", ROWS, kind=CachingKernel)
         out = run.model(run.features())
         with pytest.raises(ValueError, match="waits for its backward"):
             run.update(0.6)

@@ -21,6 +21,7 @@ from tests.extras.device.simulated.ceilings import (
     FIRST_STEP,
     GROWS,
     ORDINARY_STEP,
+    SAMPLED_SEQUENCES,
     SAMPLED_STEP,
     UPDATE,
     UPDATE_BY_TOTALS,
@@ -28,7 +29,7 @@ from tests.extras.device.simulated.ceilings import (
 )
 from tests.extras.device.simulated.fake import counting, cuda, inner
 from tests.extras.device.simulated.runs import BLOCKS, Run, on_device
-from tests.extras.device.simulated.tables import Layout, one_rank
+from tests.extras.device.simulated.tables import Kernel, SequenceKernel, one_rank
 
 SCORES = ["norm", "frequency", "accumulator", "norm_accumulator"]
 
@@ -76,21 +77,23 @@ def test_masks_and_weights_are_the_cpus(name: str, score: str) -> None:
         assert not above(spent["first"], FIRST_STEP[name])
 
 
+@pytest.mark.parametrize("kind", [Kernel, SequenceKernel])
 @pytest.mark.parametrize("name", SAMPLED_STEP)
-def test_what_a_sampled_step_costs(name: str) -> None:
-    """However many tables there are."""
+def test_what_a_sampled_step_costs(name: str, kind: type[Kernel]) -> None:
+    """What others cost, however many tables there are."""
     found = []
     block, _, score = name.partition(", ")
     with on_device():
         for layouts in (None, [one_rank(500, 128)] * 8):
-            run = Run("cuda", BLOCKS[block], layouts, score=score or "norm")
+            run = Run("cuda", BLOCKS[block], layouts, score=score or "norm", kind=kind)
             run.update()
             run.train(EVERY)
             found.append((run.ordinary_step(), run.ordinary_step()))
     (sampled, next_one), (of_many, _) = found
-    assert not above(sampled, SAMPLED_STEP[name])
-    assert not above(next_one, SAMPLED_STEP[name])
-    assert of_many.launches == sampled.launches == next_one.launches + (name == "1x4")
+    most = (SAMPLED_SEQUENCES if kind is SequenceKernel else SAMPLED_STEP)[name]
+    assert not above(sampled, most)
+    assert not above(next_one, most)
+    assert of_many.launches == sampled.launches == next_one.launches
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -110,13 +113,14 @@ def test_bytes_of_an_id(weighted: bool) -> None:
     assert 12 * ids < meter.spent.moved <= (16 if weighted else 12) * ids + ids + 5_000
 
 
-def samples(device: str, name: str, layouts: list[Layout], rank: int = 0) -> list[Tensor]:
-    """Weights and sampled lookups, with and without weighted ids, and tables whose blocks
-    differ."""
+def samples(device: str, name: str, kind: type[Kernel], finer: Any) -> list[Tensor]:
+    """Weights and sampled lookups, with and without weighted ids."""
+    widths = (8, 8, 8) if kind is SequenceKernel else (32, 8, 32)
+    layouts = [one_rank(rows, cols) for rows, cols in zip((301, 40, 37), widths, strict=True)]
     with on_device():
-        run = Run(device, BLOCKS[name], layouts, rank, finer={"t1": BLOCKS["1x4"]})
+        run = Run(device, BLOCKS[name], layouts, kind=kind, finer=finer)
         run.update(0.8)
-        for weighted in (False, True):
+        for weighted in (False, kind is not SequenceKernel):
             for _ in range(EVERY + 1):
                 run.model(run.features(weighted=weighted)).square().sum().backward()
         tables = run.sparsifier.masks.tables
@@ -127,10 +131,43 @@ def samples(device: str, name: str, layouts: list[Layout], rank: int = 0) -> lis
         return [*found, *run.weights(), *run.kernel.sums]
 
 
+@pytest.mark.parametrize("kind", [Kernel, SequenceKernel])
+@pytest.mark.parametrize("finer", [None, {"t1": BLOCKS["1x4"]}], ids=["equal", "finer"])
 @pytest.mark.parametrize("name", ["row", "2x2"])
-def test_samples_are_the_cpus(name: str) -> None:
-    layouts = [one_rank(301, 32), one_rank(40, 8), one_rank(37, 32)]
-    assert all(map(torch.equal, *(samples(device, name, layouts) for device in ("cpu", "cuda"))))
+def test_samples_are_the_cpus(name: str, finer: Any, kind: type[Kernel]) -> None:
+    """Where the blocks of tables differ too."""
+    found = [samples(device, name, kind, finer) for device in ("cpu", "cuda")]
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", [Kernel, SequenceKernel])
+def test_samples_where_a_table_loses_nothing(kind: type[Kernel]) -> None:
+    """Its lookups are counted, by whichever launch."""
+    found = []
+    for device in ("cpu", "cuda"):
+        with on_device():
+            run = Run(device, BLOCKS["1x4"], [one_rank(300, 32)] * 2, kind=kind)
+            run.sparsifier.data_groups["t1"]["sparsity_level"] = 0.0
+            run.sparsifier.step()
+            run.train(EVERY + 1)
+            tables = run.sparsifier.masks.tables
+            found += [inner(tables.table(name).shards[0].lookups).tolist() for name in ("t0", "t1")]
+    assert found[:2] == found[2:]
+    assert found[1] == [64, 0] and found[0][0] == 64
+
+
+def test_masks_that_are_updated_before_the_backward_of_a_sampled_sequence() -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        with on_device():
+            run = Run(device, BLOCKS["row"], [one_rank(60, 32)] * 2, kind=SequenceKernel)
+            run.update(0.2)
+            # The first forward after an update is sampled.
+            output = run.model(run.features())
+            run.update(0.8)
+            output.square().sum().backward()
+            found.append([*run.weights(), *run.kernel.sums])
+    assert all(map(torch.equal, *found))
 
 
 def grows(what: str) -> list[Any]:
