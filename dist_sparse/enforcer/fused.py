@@ -466,8 +466,10 @@ class TableBatchHooks:
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Tensor) -> None:
         requested, passed = self._last_features
+        kept = self._last_kept
         # Free the ids now, not at the next lookup.
         self._last_features = None, None
+        self._last_kept = None
         if not output.requires_grad:
             return
         written = _copied_ids(args[0])
@@ -476,9 +478,8 @@ class TableBatchHooks:
             written=written,
             # The masks that this lookup used; none if another hook has replaced the ids.
             masks_key=self._masked_key[0] if passed is args[0] else (),
-            kept=self._last_kept,
+            kept=kept,
         )
-        self._last_kept = None
         self._pending.add(lookup)
         before_update = partial(self._before_update, lookup)
         output.register_hook(before_update)  # type: ignore[no-untyped-call]

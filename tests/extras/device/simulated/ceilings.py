@@ -53,8 +53,8 @@ ORDINARY_STEP: Final = {
     "1x1, frequency": Ceiling(0, 3, 3, 1),
 }
 
-# A step that samples its lookups for the records, one in 16: as many launches as in the others.
-# Counted lookups are not sampled too.
+# A step that samples its lookups for the records, one in 16: as many launches as in the others, if
+# these read the ids in the forward or mask gradients. Counted lookups are not sampled too.
 SAMPLED_STEP: Final = {
     "row": Ceiling(0, 1, 1, 1),
     "1x4": Ceiling(0, 2, 6, 0),

@@ -153,6 +153,10 @@ class Kernel(nn.Module):
             out.register_hook = hooks.append  # type: ignore[method-assign]
         return out
 
+    def freeze(self) -> None:
+        """From now on lookups have no backward."""
+        self._anchor.requires_grad_(False)
+
     def rows(self) -> list[Tensor]:
         """The tables in CPU memory."""
         return [inner(view) for view in self.weights()]

@@ -156,6 +156,37 @@ def test_samples_where_a_table_loses_nothing(kind: type[Kernel]) -> None:
     assert found[1] == [64, 0] and found[0][0] == 64
 
 
+@pytest.mark.parametrize("level", [0.0, 0.5])
+def test_a_sample_where_no_row_is_dirty(level: float) -> None:
+    """Before masks remove anything, and in the first forward after all rows were cleaned, no other
+    launch reads the ids: the sample takes one."""
+    with on_device():
+        run = Run("cuda", BLOCKS["1x4"], [one_rank(300, 32)] * 2)
+        run.update(level)
+        run.train(EVERY)
+        found = []
+        for _ in range(2):
+            run.enforcer.settle()
+            features = run.features()
+            with counting() as meter:
+                run.model(features)
+            found.append(meter.spent.launches)
+    assert found == [1, 0]
+
+
+def test_what_a_sample_keeps_without_a_backward() -> None:
+    """Nothing: as where the tables are frozen."""
+    with on_device():
+        run = Run("cuda", BLOCKS["row"], [one_rank(60, 32)] * 2, kind=SequenceKernel)
+        run.update()
+        run.train(EVERY)
+        features = run.features()
+        run.kernel.freeze()
+        before = torch.cuda.memory_allocated()
+        run.model(features)
+        assert torch.cuda.memory_allocated() == before
+
+
 def test_masks_that_are_updated_before_the_backward_of_a_sampled_sequence() -> None:
     found = []
     for device in ("cpu", "cuda"):
