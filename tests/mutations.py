@@ -140,7 +140,8 @@ MUTATIONS = [
     # -- serving
     # ---------------------------------------------------------------------------------------------------------
     M("tables/jagged.py", "fits = fits and least >= 0 and most <= n", "pass", "tests/serving/test_malformed.py -k modules"),
-    M("tables/jagged.py", "has_ends and torch.equal(offsets, offsets.cummax(0)[0])", "has_ends", "tests/serving/test_bags_of_torch.py"),
+    M("tables/jagged.py", "torch.equal(offsets, offsets.cummax(0)[0])", "True", "tests/serving/test_bags_of_torch.py"),
+    M("tables/jagged.py", "bool((offsets[1:] >= offsets[:-1]).all())", "True", "tests/tables/test_jagged.py -k any_number"),
     M("torchrec/port.py", "    check_lengths(values, lengths, len(keys))\n", "", "tests/serving/test_malformed.py -k modules"),
     M("serving/sources.py", "whole.weighted or (\"optional\" if weighs_some else False)", "whole.weighted", "tests/serving/test_weights.py -k weighs_what"),
     M("serving/chain.py", "if opened is None or text != self._text:", "if opened is None:", "tests/serving/test_delta.py -k read_a_delta"),

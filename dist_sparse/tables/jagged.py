@@ -106,10 +106,13 @@ def bag_offsets(ids: Tensor, offsets: Tensor, has_last: bool) -> Tensor:
 def offsets_fit(offsets: Tensor, count: int) -> bool:
     """Return whether offsets ``(n,)``, at least one, begin with 0, never fall, and end with
     ``count``."""
-    # Offsets that never fall are their own running maximum. It takes half the time of a comparison
-    # with their neighbors.
-    has_ends = int(offsets[0]) == 0 and int(offsets[-1]) == count
-    return has_ends and torch.equal(offsets, offsets.cummax(0)[0])
+    if int(offsets[0]) != 0 or int(offsets[-1]) != count:
+        return False
+    # Offsets that never fall are their own running maximum. It takes two thirds of the time of a
+    # comparison with their neighbors, but 16 bytes an offset: up to three times as long for many.
+    if offsets.size(0) <= 8192:
+        return torch.equal(offsets, offsets.cummax(0)[0])
+    return bool((offsets[1:] >= offsets[:-1]).all())
 
 
 def check_weights(
