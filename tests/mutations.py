@@ -82,7 +82,7 @@ MUTATIONS = [
     # -- enforcer
     # --------------------------------------------------------------------------------------------------------
     M("enforcer/fused.py", "            if self._zeroed.any_dirty:", "            if False:", "tests/dist/test_enforce.py -k batches"),
-    M("enforcer/fused.py", "lookup.masks_key != self._masked_key[0]", "not lookup.masks_key", "tests/enforcer/test_weighing.py -k move"),
+    M("enforcer/fused.py", "self._kept_ids and lookup.masks_key != self._masked_key[0]", "self._kept_ids and not lookup.masks_key", "tests/enforcer/test_weighing.py -k move"),
     M("enforcer/fused.py", "Hook(self._batch.restore_pooling)", "Hook()", "tests/enforcer/test_weighing.py -k mean-rowwise"),
     M("enforcer/fused.py", "whole_rows if self._batch.keeps_zeros else set()", "whole_rows", "tests/enforcer/test_weighing.py -k no_eps"),
     M("torchrec/collections.py", "        self._batch.flush()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
@@ -92,7 +92,7 @@ MUTATIONS = [
     M("torchrec/collections.py", "given = _shares(offsets, ids.numel())", "given = None", "tests/enforcer/test_weighing.py -k mean-rowwise"),
     M("extras/device/row_kernels.py", "tl.atomic_add(samples + 1, before, mask=is_first", "tl.atomic_add(samples + 1, before, mask=is_first & False", "tests/extras/device/simulated/test_training.py -k samples_are"),
     M("extras/device/row_kernels.py", "tl.atomic_add(samples, stop - position, mask=has_mask", "tl.atomic_add(samples, stop - position, mask=has_mask & (cols > 0)", "tests/extras/device/simulated/test_training.py -k loses_nothing"),
-    M("enforcer/fused.py", "kept is None or self._has_new_masks(lookup)", "kept is None", "tests/extras/device/simulated/test_training.py -k sampled_sequence"),
+    M("enforcer/fused.py", "kept is None or lookup.masks_key != self._masked_key[0]", "kept is None", "tests/extras/device/simulated/test_training.py -k sampled_sequence"),
     M("torchrec/port.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_ids.py"),
     M("sparsifiers/importance.py", 'return self.scored_by == "accumulator"', "return False", "tests/enforcer/test_ids.py"),
     M("enforcer/fused.py", "since the lookup.\n            self._refresh()\n", "since the lookup.\n", "tests/enforcer/test_weighing.py -k move"),

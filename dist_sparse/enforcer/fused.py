@@ -414,20 +414,22 @@ class TableBatchHooks:
         with torch.no_grad():
             if self._zeroed.revived:
                 self.clean()
-            sampled = self._sample(requested) if is_sampled else None
+            sampled = None
+            if is_sampled and self._zeroed.kernels is None:
+                self._sampled.add(*_local_ids(requested))
+            elif is_sampled:
+                sampled = self._sample(requested)
             if self._zeroed.any_dirty:
                 self._zeroed.clean_read(*_local_ids(passed), sampled)
         self._last_features = requested, passed
         return passed, *args[1:]
 
     def _sample(self, features: Any) -> Any:
-        """Add the lookups of this forward to the samples. On a device, a launch that reads the ids
-        anyway adds them: return the kernel if the launch is the one that cleans the rows, else
-        None."""
-        kernel = self._sampled.kernel_on(features.values().device)
-        if kernel is None:
-            self._sampled.add(*_local_ids(features))
-        elif self._kept_ids and self._pooled:
+        """Have a kernel add the lookups of this forward to the samples, in a launch that reads the
+        ids anyway, if there is one: return the kernel if the launch is the one that cleans the
+        rows, else None."""
+        kernel = self._sampled.kernel_of(self._zeroed.kernels)
+        if self._kept_ids and self._pooled:
             self._next_weights = kernel.weights
         elif self._kept_ids:
             # The backward of a sequence masks gradients by these flags. It does not sample itself:
@@ -506,7 +508,7 @@ class TableBatchHooks:
         if self._pooled or self._kept_ids is None:
             return None
         kept = lookup.kept
-        if kept is None or self._has_new_masks(lookup):
+        if kept is None or lookup.masks_key != self._masked_key[0]:
             kept = self._kept_ids.flags(*lookup.written)
         removed = kept.logical_not()
         if not grad.is_cpu:
@@ -522,13 +524,8 @@ class TableBatchHooks:
             flag_rows(record, self._features, *lookup.written)
         # The gradients of sequences are masked next, by _without_removed(). Bags were masked in the
         # forward: if masks have changed since, the backward may write rows that are removed by now.
-        if self._pooled and self._kept_ids and self._has_new_masks(lookup):
+        if self._pooled and self._kept_ids and lookup.masks_key != self._masked_key[0]:
             self._zeroed.revived = True
-
-    def _has_new_masks(self, lookup: _PendingLookup) -> bool:
-        """Whether a lookup was made with other masks, or its ids were replaced."""
-        is_new: bool = lookup.masks_key != self._masked_key[0]
-        return is_new
 
 
 def lookups_of(collection: nn.Module) -> list[nn.Module]:

@@ -268,11 +268,10 @@ class SampledLookups:
             lookups += len(rows)
             of_removed += self._removed[table].index_select(0, rows).sum()
 
-    def kernel_on(self, device: torch.device) -> Any:
-        """Return the kernel that counts, and weighs ids too; None where there is none."""
-        kernels = kernels_on(device)
+    def kernel_of(self, kernels: Any) -> Any:
+        """Return the one of a device's kernels that counts, and weighs ids too."""
         # Once for each mask, as in add().
-        if self._kernel is None and kernels is not None:
+        if self._kernel is None:
             sampled = {
                 table: (held.mask, held.samples, table in self._weighed)
                 for table, held in self._held.items()
