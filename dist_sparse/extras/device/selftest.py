@@ -61,6 +61,7 @@ CHECKS: dict[str, Check] = {
     "large masks": update_checks.large_masks,
     "beyond 2^31 elements": update_checks.beyond_31_bits,
     "lookup counts": training_checks.lookups_are_counted,
+    "sampled lookups": training_checks.lookups_are_sampled,
     "ordinary steps": training_checks.ordinary_steps_never_wait,
     "mask updates": update_checks.mask_updates,
     "streams": training_checks.streams_are_ordered,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dist_sparse.enforcer.rows import EVERY
 from dist_sparse.extras.device.trials import (
     BLOCKS,
     SCORES,
@@ -30,6 +31,7 @@ from dist_sparse.extras.device.trials import (
     synchronize,
     waits,
 )
+from dist_sparse.sparsifiers.masks import removed_lookups
 from dist_sparse.tables.modules import collection_of, collections_of
 from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.torchrec.trial import TrialTables, pipeline_of, trial_batch
@@ -94,6 +96,36 @@ def lookups_are_counted(device: torch.device, sizes: Sizes) -> str:
         }
         check_masks(f"{block} by frequency", model, tables, random_sums(trial, "norm"))
     return f"{sizes.steps} steps, bit for bit"
+
+
+def lookups_are_sampled(device: torch.device, sizes: Sizes) -> str:
+    """Compare the lookups that an enforcer samples, of one forward in :data:`EVERY`, with counts of
+    the same batches on the CPU."""
+    shapes = {"one": (sizes.small, 64), "other": (sizes.small // 3 + 1, 64)}
+    for pooling, block in product(("SUM", "NONE"), _TRAINED):
+        trial = TrialTables(shapes, pooling=pooling)
+        model = MaskedModel(trial, device, block)
+        batches = model.batches()
+        # So many that finer blocks remove whole rows too.
+        model.update(0.97)
+        for _ in range(EVERY + 1):
+            model.train(batches)
+        sparsifier = model.sparsifier
+        found = removed_lookups(sparsifier.masks.tables, "the self-test")
+        for name, numbers in found.items():
+            is_removed = (sparsifier.full_mask(name) == 0).all(1)
+            expected = [0, 0]
+            # The first forward and the last one.
+            for rank, step in product(range(torch.distributed.get_world_size()), (0, EVERY)):
+                ids = trial_batch(trial, 1 + rank * 1_000 + step)[f"{name}_ids"].values()
+                expected[0] += len(ids)
+                expected[1] += int(is_removed[ids].sum())
+            if numbers != expected:
+                raise Difference(
+                    f"{block} of {pooling}: lookups of {name!r}, and of its removed rows: {numbers}"
+                    f" instead of {expected}"
+                )
+    return f"2 forwards of {EVERY + 1}, {len(_TRAINED)} blocks, bags and sequences"
 
 
 def ordinary_steps_never_wait(device: torch.device, sizes: Sizes) -> str:

@@ -146,6 +146,10 @@ def loads_wrong_weights(patch: Patch) -> None:
     patch.setattr(Checkpoints, "resume_latest", then_writes)
 
 
+def samples_too_often(patch: Patch) -> None:
+    patch.setattr("dist_sparse.enforcer.rows.EVERY", 8)
+
+
 def undoes_wrongly(patch: Patch) -> None:
     kind = pytest.importorskip("dist_sparse.extras.guard.undo").LastUpdate
     undo = kind.undo
@@ -178,6 +182,7 @@ BROKEN: dict[str, Case] = {
     "large masks": (masks_are_wrong, MASKS),
     "beyond 2^31 elements": (nothing_is_zeroed, NOT_ZERO),
     "lookup counts": (masks_are_wrong, MASKS),
+    "sampled lookups": (samples_too_often, "lookups of 'one', and of its removed rows"),
     "TrainPipelineSparseDist": (trains_otherwise, DIFFER),
     "TrainPipelineFusedSparseDist": (trains_otherwise_with_streams, DIFFER),
     "fused optimizers": (nothing_is_enforced, DIFFER),
