@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from dist_sparse.tables.memory import ByMemory, local, same_storage
 from dist_sparse.tables.modules import batches_of, collections_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
-from dist_sparse.tables.shards import Rect, ShardedData
+from dist_sparse.tables.shards import Rect, ShardedData, optimizers_in_backward
 from dist_sparse.text import number_of
 
 # A live view of optimizer state, and the initial value of its elements.
@@ -239,7 +239,8 @@ def records(
     why it is unknown which rows were touched. Local: another rank may know less about its shards.
 
     Args:
-        model: holds the tables, and the optimizers of fused ones.
+        model: holds the tables, and the optimizers that run in the backward: fused ones, and those
+            of torch's ``apply_optimizer_in_backward()``.
         located: the tables.
         optimizer: what steps the other tables, wrapped or not; several may come in any container.
 
@@ -263,7 +264,10 @@ def records(
         (tensor([False,  True, False,  True]), 1)
     """
     weights = [shard.tensor for data in located for shard in data.shards]
-    found = plain_records([*leaves([*filter(None, tree_leaves(optimizer))])], weights)
+    # Those in the backward of unsharded tables are in the model alone; perhaps they are passed too.
+    given = [*filter(None, tree_leaves(optimizer)), *optimizers_in_backward(model.parameters())]
+    once = {id(leaf): leaf for leaf in leaves(given)}
+    found = plain_records(once.values(), weights)
     # Fused ones come last and win: an optimizer may list fused tables, which it never steps.
     for _, batch in batches_of(collections_of(model.modules())):
         found += fused_records(batch)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
-from dist_sparse import Advanced, plan, sparsify
+from dist_sparse import Advanced, plan, remove_untouched, sparsify
 from dist_sparse.optimizers import LookupRecord, records, state_of
 from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import build, cells, gathered
@@ -137,6 +138,25 @@ def test_a_frozen_table() -> None:
     model, optimizer = trained(torch.optim.Adam)
     model.requires_grad_(False)
     assert "frozen" in known(model, optimizer)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.Adam])
+def test_an_optimizer_in_the_backward_is_found_in_the_model(make: Any) -> None:
+    """As under TorchRec's apply_optimizer_in_backward() before tables are sharded: no one else has
+    it. Passed, it counts once."""
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(20, 4, mode="sum")
+    apply_optimizer_in_backward(make, model.parameters(), {"lr": 0.1})
+    inside: Any = model.weight
+    for optimizer in (None, inside._in_backward_optimizers):
+        assert known(model, optimizer)[0].count_steps() == 0
+    for step in range(STEPS):
+        model(ids_of(step)).square().sum().backward()
+    for optimizer in (None, inside._in_backward_optimizers):
+        [record] = known(model, optimizer)
+        assert record.touched().nonzero().flatten().tolist() == [0, 2, 4, 7, 11]
+        assert record.count_steps() == STEPS
+    assert remove_untouched(model, trust_record=True).removed == {"weight": 15}
 
 
 def test_each_of_several_optimizers_counts() -> None:

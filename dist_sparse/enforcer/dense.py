@@ -39,7 +39,7 @@ from dist_sparse.optimizers import (
 from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.memory import local, same_storage
-from dist_sparse.tables.shards import Rect
+from dist_sparse.tables.shards import Rect, steps_in_backward
 
 
 class MaskPlace(NamedTuple):
@@ -336,6 +336,11 @@ class DenseWeights:
                 way = "Pass all optimizers that step the model, or leave the table out by exclude=."
                 if shardings.get(target.name) == "data_parallel":
                     way = REPLICATED
+                elif steps_in_backward(target.holder.parameter):
+                    way = (
+                        "Its optimizer runs in the backward: pass those of"
+                        " weight._in_backward_optimizers too."
+                    )
                 raise ValueError(
                     f"None of the given optimizers steps {target.name!r}, which requires a"
                     f" gradient: removed weights would come back. {way}"

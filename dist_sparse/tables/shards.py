@@ -210,6 +210,16 @@ def steps_in_backward(parameter: object) -> bool:
     return hasattr(parameter, "_in_backward_optimizers")
 
 
+def optimizers_in_backward(parameters: Iterable[object]) -> list[Any]:
+    """Return the optimizers that update parameters inside the backward; of fused ones,
+    what TorchRec puts in their place."""
+    return [
+        optimizer
+        for parameter in parameters
+        for optimizer in getattr(parameter, "_in_backward_optimizers", ())
+    ]
+
+
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return the shape of a tensor as a matrix: the last dimension is the columns, all others the
     rows. A scalar is ``(1, 1)``."""

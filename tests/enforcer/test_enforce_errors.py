@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer
 
@@ -134,6 +135,17 @@ class TestRefused:
             assert not enforcer.attached
         assert not any(hooks(model).values())
         enforcer.attach(sgd(model.second), sgd(model.first))
+
+    def test_weights_that_an_optimizer_in_the_backward_steps(self) -> None:
+        model, sparsifier = sparse_net()
+        inside: Any = model.first.weight
+        apply_optimizer_in_backward(torch.optim.SGD, [inside], {"lr": 0.1})
+        enforcer = MaskEnforcer(sparsifier)
+        with pytest.raises(
+            ValueError, match="'first'.*pass those of weight._in_backward_optimizers"
+        ):
+            enforcer.attach(sgd(model.second))
+        enforcer.attach(sgd(model.second), *inside._in_backward_optimizers)
 
     def test_frozen_weights_need_no_optimizer(self) -> None:
         model, sparsifier = sparse_net()
