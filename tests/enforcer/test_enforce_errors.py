@@ -142,7 +142,7 @@ class TestRefused:
         apply_optimizer_in_backward(torch.optim.SGD, [inside], {"lr": 0.1})
         enforcer = MaskEnforcer(sparsifier)
         with pytest.raises(
-            ValueError, match="'first'.*pass those of weight._in_backward_optimizers"
+            ValueError, match=r"'first'.*pass those of weight\._in_backward_optimizers"
         ):
             enforcer.attach(sgd(model.second))
         enforcer.attach(sgd(model.second), *inside._in_backward_optimizers)
