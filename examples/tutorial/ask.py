@@ -1,4 +1,5 @@
-"""Ask the server for predictions of MovieLens's last ratings, which are later than the training.
+"""Ask the server for predictions of MovieLens's last ratings, which are later than
+the training.
 
 python examples/tutorial/ask.py http://127.0.0.1:8000
 """

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -34,10 +35,16 @@ class Layers:
 
     Attributes:
         dense_features: number of dense features.
+
+    Raises:
+        ValueError: the file is damaged.
     """
 
     def __init__(self, file: Path) -> None:
-        weights = load_file(file)
+        try:
+            weights = load_file(file)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged: {error}.") from None
         self._dense = _linears(weights, "dense")
         self._over = _linears(weights, "over")
         self.dense_features = self._dense[0][0].shape[1]

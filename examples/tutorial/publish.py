@@ -1,10 +1,12 @@
-"""Plan what the tables of the newest checkpoint can lose, and publish what a server needs.
+"""Plan what the tables of the newest checkpoint can lose, and publish what a
+server needs.
 
-torchrun --standalone --nproc-per-node 2 examples/tutorial/publish.py runs/tutorial
+torchrun --standalone --nproc-per-node 2 \\
+  examples/tutorial/publish.py runs/tutorial
 
-The first call publishes everything, in FOLDER/published/000: tables without the rows that training
-never read, and the layers above them. A later call publishes the changes since then, in 001. One
-rank writes the same tables as two.
+The first call publishes everything, in FOLDER/published/000: tables without the
+rows that training never read, and the layers above them. A later call publishes
+the changes since then, in 001. One rank writes the same tables as two.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Serve what publish.py writes: predictions, health and metrics, with workers that share memory.
+"""Serve what publish.py writes: predictions, health and metrics, with workers that
+share memory.
 
-python examples/tutorial/serve.py runs/tutorial/published --port 8000 --workers 2
+python examples/tutorial/serve.py runs/tutorial/published --port 8000
 
-    POST /predict   {"dense": [[0.1, 0.2, 0.3]], "ids": {"user_id": [[7]], "genres": [[1, 4]], ...}}
+    POST /predict   {"dense": [[0.1, 0.2, 0.3]],
+                     "ids": {"user_id": [[7]], "genres": [[1, 4]], ...}}
                     gives {"version": 0, "logits": [0.5]}
     GET /health     200 once the worker is warm
     GET /metrics    counters of all workers, as Prometheus reads them
 
-A new version is applied while requests are answered. Needs torch, safetensors and dist_sparse, and
-no TorchRec.
+A new version is applied while requests are answered. Needs torch, safetensors
+and dist_sparse, and no TorchRec.
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from dist_sparse import load_served
@@ -44,6 +45,7 @@ from tutorial.layers import Layers
 _POLL = 0.1  # seconds between two checks for a new version
 _RETRY = 2.0  # the same, after one was refused
 _WARM_UP = 64  # examples
+_ENDINGS = (signal.SIGTERM, signal.SIGINT)
 _COUNTERS = ("lookups_total", "removed_lookups_total", "unknown_lookups_total")
 
 
@@ -242,7 +244,7 @@ def tried(model: Model) -> tuple[bool, str]:
     then the last one is served until a good one is in its place."""
     try:
         return model.update(), ""
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         return False, str(error)
 
 
@@ -264,8 +266,16 @@ def refuse_taken(host: str, port: int) -> None:
             ) from None
 
 
+def end(*_: object) -> None:
+    """End this process and its workers, whatever signals follow."""
+    for ending in _ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)
+    sys.exit(0)
+
+
 def _say(text: str) -> None:
-    print(text, flush=True)
+    # In one piece, also where Python does not buffer: several workers write.
+    print(f"{text}\n", end="", flush=True)
 
 
 def main() -> None:
@@ -284,13 +294,16 @@ def main() -> None:
     refuse_taken(options.host, options.port)
     # One thread in each process: a fork copies no thread, and OpenMP would wait for its own.
     torch.set_num_threads(1)
-    model = Model(options.folder)
+    try:
+        model = Model(options.folder)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
     while tried(model)[0]:
         pass  # the deltas that are there already; a worker says which is refused
     counters = Counters(options.workers, list(model.tables.metrics()["lookups_total"]))
     _say(str(model.tables))
-    for ending in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(ending, lambda *_: sys.exit(0))  # ends the workers too
+    for ending in _ENDINGS:
+        signal.signal(ending, end)
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind((options.host, options.port))

@@ -1,11 +1,12 @@
 """Train a DLRM on MovieLens-100K in order of time, and save a checkpoint.
 
-torchrun --standalone --nproc-per-node 2 examples/tutorial/train.py runs/tutorial
+torchrun --standalone --nproc-per-node 2 \\
+  examples/tutorial/train.py runs/tutorial
 
-A second call resumes from the checkpoint, and trains on the ratings that follow:
+A second call resumes from the checkpoint, and trains on later ratings:
 
-torchrun --standalone --nproc-per-node 2 examples/tutorial/train.py runs/tutorial \\
-  --ratings 80000
+torchrun --standalone --nproc-per-node 2 \\
+  examples/tutorial/train.py runs/tutorial --ratings 80000
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def main(options: argparse.Namespace) -> None:
     last = min(options.ratings, len(data.train))
     if last - first < BATCH_SIZE:
         raise DataError(f"The checkpoint has trained on {first:,} ratings: pass more as --ratings.")
+    if dist.get_rank() == 0:
+        print(f"Training for {(last - first) // BATCH_SIZE} steps", flush=True)
     steps += train(sharded, data, torch.arange(first, last))
     checkpoints.save(steps, **parts, extra={"ratings": last})
     auc = auc_of(sharded, data)

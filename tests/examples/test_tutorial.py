@@ -338,6 +338,40 @@ def test_workers_share_a_table_until_a_delta_writes_to_it(tmp_path: Path) -> Non
         assert min(after) > 30 and max(after) < 80, after
 
 
+def publish_small(folder: Path) -> None:
+    """Publish a DLRM of one small table as a first version."""
+    tables = [EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])]
+    dlrm = DLRM(EmbeddingBagCollection(tables), 3, [4], [16, 1])
+    folder.mkdir(parents=True)
+    save_layers(dlrm, folder / "layers.safetensors")
+    export(dlrm, None, folder / "tables")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["layers.safetensors", "tables/tables.safetensors"])
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_damaged_first_version_is_refused(tmp_path: Path, file: str, is_missing: bool) -> None:
+    """In a line that names the file: there is no version before it."""
+    publish_small(tmp_path / "000")
+    bad = tmp_path / "000" / file
+    bad.unlink() if is_missing else bad.write_bytes(b"x")
+    done = run_script(Path(serve.__file__), [tmp_path, "--port", "0"], cwd=tmp_path)
+    assert done.returncode == 1
+    assert str(bad) in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.slow
+def test_signals_that_end_the_server_twice(tmp_path: Path) -> None:
+    """As of an impatient user, or of `timeout`, which signals the group too."""
+    publish_small(tmp_path / "published" / "000")
+    with served(tmp_path / "published", tmp_path / "app") as server:
+        until = time.monotonic() + PATIENCE
+        while server.process.poll() is None:
+            server.process.send_signal(signal.SIGINT)
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+
 @pytest.mark.slow
 def test_a_folder_without_a_version_is_refused(tmp_path: Path) -> None:
     done = run_script(Path(serve.__file__), [tmp_path], cwd=tmp_path)
