@@ -229,7 +229,7 @@ class ModelTables:
         if not chosen:
             raise ValueError(
                 f"{type(self.model).__name__} holds no tables: no TorchRec collection,"
-                " nn.Embedding(Bag). Other parameters are selected by dense=."
+                " nn.Embedding(Bag). sparsify() takes other parameters, by Advanced(dense=)."
             )
         return chosen
 

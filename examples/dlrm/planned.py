@@ -88,6 +88,8 @@ def _trained(dataset: Dataset, dim: int = DIM) -> nn.Module:
     )
     sharded = build(dataset, sharding=sharding, seed=0, world=1, dim=dim)
     sharded.model.train()
+    # Not to stdout: that is for the plan.
+    print("Training the DLRM for one epoch: a minute or two.", file=sys.stderr, flush=True)
     for batch in batches(
         dataset, dataset.train, batch_size=_BATCH_SIZE, rank=0, world=1, shuffle_seed=0
     ):

@@ -43,6 +43,7 @@ def test_a_trained_model_is_planned(npz: Path, tmp_path: Path) -> None:  # noqa:
     }
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
+    assert "Training the DLRM" in done.stderr
     said = json.loads(done.stdout)
     shapes = {table["name"]: table["shape"] for table in said["tables"]}
     assert shapes["user_id"] == [USERS, 32] and shapes["item_id"] == [ITEMS, 32]
