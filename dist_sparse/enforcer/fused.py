@@ -429,16 +429,16 @@ class TableBatchHooks:
         ids anyway, if there is one: return the kernel if the launch is the one that cleans the
         rows, else None."""
         kernel = self._sampled.kernel_of(self._zeroed.kernels)
-        if self._kept_ids and self._pooled:
+        if self._kept_ids is None:
+            if self._zeroed.any_dirty:
+                return kernel
+            kernel.sample(*_local_ids(features))
+        elif self._pooled:
             self._next_weights = kernel.weights
-        elif self._kept_ids:
+        else:
             # The backward of a sequence masks gradients by these flags. It does not sample itself:
             # masks may have changed by then.
             self._last_kept = kernel.flags(*_local_ids(features))
-        elif self._zeroed.any_dirty:
-            return kernel
-        else:
-            kernel.sample(*_local_ids(features))
         return None
 
     def _refuse_loose_ids(self, features: Any) -> None:
