@@ -58,7 +58,9 @@ two-tower: has-data $(READY)  ## trains two towers wide, narrowed and narrow: DA
 
 # Before the setup, which takes minutes.
 has-data:
-	@test -f '$(DATA)' || { echo "DATA='$(DATA)' is not a file. "'Name one of interactions: make two-tower DATA=FILE.npz, with train_user, train_item, test_user, test_item, num_users and num_items; see docs/columns.md.' >&2; exit 2; }
+	@test -f '$(DATA)' || { { echo "DATA='$(DATA)' is not a file."; \
+	  echo 'Name one of interactions: make two-tower DATA=FILE.npz, with train_user,'; \
+	  echo 'train_item, test_user, test_item, num_users and num_items: docs/columns.md.'; } >&2; exit 2; }
 
 online: $(READY)  ## trains, publishes and serves MovieLens-100K by day; 2 minutes
 	$(BIN)/dist-sparse launch --nproc $(NPROC) --ranks 0 examples/online/main.py -- $(ARGS)

@@ -7,6 +7,7 @@ file, by torch's `@record`.
 
 import contextlib
 import io
+import logging
 import os
 import re
 import runpy
@@ -39,6 +40,9 @@ def torchrun(shown: str, words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # With restarts, these notices are the only sign of why.
+    if words[words.index("--max-restarts") + 1] == "0":
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_news)
     try:
         run.main(words)
     except ChildFailedError as error:
@@ -61,6 +65,11 @@ def torchrun(shown: str, words: list[str]) -> int:
         print(f"launch: error: torchrun: {error}{hint}", file=sys.stderr)
         return 2
     return 0
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a notice of torchrun says more than the launcher's last line does."""
+    return not str(record.msg).startswith(("Sending process", "failed (exitcode"))
 
 
 def _first_failure(failures: Failures) -> tuple[int, Any]:

@@ -111,7 +111,7 @@ def main(options: argparse.Namespace) -> None:
     block = block_shape_text(options.block)
     score = options.norm if options.score == "norm" else options.score
     say(f"\nTables of the sparsified run (block {block}, {score})\n\n{tables_table(sparse.tables)}")
-    say(f"\nRuns\n\n{runs_table(results)}")
+    say(f"\nRuns (NE: normalized entropy, less is better)\n\n{runs_table(results)}")
     if rank == 0:
         assert dense.touched is not None and dense.reads_zeros is not None
         print(f"\n{overhead(read_run(run_dir), sparse.removed)}")

@@ -35,7 +35,8 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         "--sharding",
         choices=SHARDINGS,
         default="mixed",
-        help="sharding of the tables (default: %(default)s)",
+        metavar="KIND",
+        help=f"sharding of the tables: {', '.join(SHARDINGS)} (default: %(default)s)",
     )
     add(
         "--block",
