@@ -81,7 +81,7 @@ MUTATIONS = [
     M("schedulers/base.py", "            if record.stepped == sparsifier.step_count\n", "", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
     # -- enforcer
     # --------------------------------------------------------------------------------------------------------
-    M("enforcer/fused.py", "            if self._zeroed.any_dirty:", "            if False:", "tests/dist/test_enforce.py -k batches"),
+    M("enforcer/fused.py", "            if self._zeroed.any_dirty:\n                self._zeroed.clean_read", "            if False:\n                self._zeroed.clean_read", "tests/dist/test_enforce.py -k batches"),
     M("enforcer/fused.py", "self._kept_ids and lookup.masks_key != self._masked_key[0]", "self._kept_ids and not lookup.masks_key", "tests/enforcer/test_weighing.py -k move"),
     M("enforcer/fused.py", "Hook(self._batch.restore_pooling)", "Hook()", "tests/enforcer/test_weighing.py -k mean-rowwise"),
     M("enforcer/fused.py", "whole_rows if self._batch.keeps_zeros else set()", "whole_rows", "tests/enforcer/test_weighing.py -k no_eps"),

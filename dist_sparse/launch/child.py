@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -41,7 +42,7 @@ def torchrun(shown: str, words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # With restarts, these notices are the only sign of why.
-    if words[words.index("--max-restarts") + 1] == "0":
+    if dict(pairwise(words)).get("--max-restarts", "0") == "0":
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_news)
     try:
         run.main(words)
