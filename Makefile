@@ -51,7 +51,8 @@ $(READY): requirements/cpu.txt requirements/common.txt pyproject.toml
 train: $(READY)  ## removes the rows that a DLRM never read; trains smaller ones
 	@echo 'Training a DLRM dense, sparsified and with smaller tables, on $(NPROC) processes.'
 	@echo 'That takes two to three minutes. torch and TorchRec load first.'
-	OMP_NUM_THREADS=1 $(BIN)/dist-sparse launch --nproc $(NPROC) --ranks 0 examples/dlrm/main.py -- $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/dist-sparse launch --nproc $(NPROC) --ranks 0 \
+	  examples/dlrm/main.py -- $(ARGS)
 
 two-tower: has-data $(READY)  ## trains two towers wide, narrowed and narrow: DATA=gowalla.npz
 	$(BIN)/dist-sparse launch --nproc $(NPROC) --ranks 0 examples/two_tower/main.py -- --data '$(DATA)' $(ARGS)
