@@ -115,7 +115,7 @@ NO_PLACE = (1 << 31) - 1
 
 # Block widths that kernels sum in the CPU's order: up to 16 in pairs of neighbours, then in 16
 # partial sums. Beyond 4096, torch sums parts first.
-_WIDTHS = {1, 2, 3, 4, 6, 8, 12, *range(16, 4097)}
+_WIDTHS = range(1, 4097)
 
 
 class Kernels(NamedTuple):

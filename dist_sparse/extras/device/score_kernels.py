@@ -274,7 +274,28 @@ def block_sums(
         of_blocks = _of_rows(job, first, block, known, TOTAL_TYPE, DIVIDES, SHIFTS, SAMPLES)
         spread = tl.broadcast_to(of_blocks[:, None], [BLOCKS, LANES])
         value = tl.reshape(spread, [BLOCKS * LANES])
-    if WIDTH <= 16:
+    # 5, 7, 9, 10, 11, 13, 14 and 15: neighbours in pairs if their number is even, then one by one.
+    if WIDTH > 3 and WIDTH < 16 and WIDTH % 4 != 0 and WIDTH != 6:
+        sums = tl.zeros([BLOCKS], dtype=tl.float64)
+        for column in tl.static_range(0, WIDTH, 2 - WIDTH % 2):
+            pair = tl.zeros([BLOCKS], dtype=tl.float64)
+            for part in tl.static_range(2 - WIDTH % 2):
+                pair += _elements(
+                    job,
+                    first,
+                    block * WIDTH + column + part,
+                    known,
+                    of_blocks,
+                    TYPE,
+                    WIDTH,
+                    ABSOLUTE,
+                    OF_ELEMENTS,
+                    TOTAL_TYPE,
+                    DIVIDES,
+                    VECTOR,
+                )
+            sums += pair
+    elif WIDTH <= 16:
         # A lane has one element; those beyond the block add 0, which changes no sum.
         own = lane % LANES < WIDTH
         scores = _elements(

@@ -101,6 +101,7 @@ def kernels_of_updates() -> dict[str, Compiled]:
         ("rows counts", 128, "counts", held),
         ("rows decayed counts", 128, "decayed counts", held),
         ("rows of 100, sums", 100, "sums", held),
+        ("rows of 10, sums", 10, "sums", held),
         ("count held", 0, "", {"BUCKETS": 1024, "COPIES": 32}),
         ("count listed", 0, "", {"BUCKETS": 1024, "COPIES": 32, "LISTED": True}),
         ("ties listed", 0, "", {"TIES": True, "LISTED": True, "PLACED": True}),

@@ -127,6 +127,14 @@ def test_a_rank_may_have_shards_of_different_widths(name: str) -> None:
     check(torch.randn(ROWS, 149), (48, 1, 4, 96), SCORES[name])
 
 
+@pytest.mark.parametrize("width", [5, 7, 9, 10, 11, 13, 14, 15])
+def test_sums_of_odd_widths_are_the_cpus(width: int) -> None:
+    """Elements of magnitudes so different that the order of additions shows in the last bit."""
+    table = torch.randn(ROWS, 2 * width) * 10 ** torch.randn(2 * width)
+    for name in ("L1", "sums of elements"):
+        check(table, (width, width), SCORES[name])
+
+
 def test_a_table_of_several_tiles() -> None:
     check(torch.randn(20_000, 40), (20, 20), SCORES["L2"])
 

@@ -102,6 +102,15 @@ def test_masks_are_the_cpus(name: str) -> None:
     on_both([weights], removed)
 
 
+@pytest.mark.parametrize("width", [5, 10, 15])
+def test_blocks_of_odd_widths(width: int) -> None:
+    table = torch.randn(BLOCKS // 4, 4 * width, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():
+        # That torch's operations run.
+        warnings.simplefilter("error")
+        on_both([table, (table * 2).round()], BLOCKS // 2, block=(1, width))
+
+
 @pytest.mark.parametrize("name", ["normal", "few values, so that most tie", "a level that falls"])
 def test_programs_of_several_tiles(name: str) -> None:
     """Each lists blocks of many tiles in its region, and counts in one of several copies."""

@@ -81,7 +81,11 @@ def test_programs_of_several_tiles(block: str, name: str) -> None:
     assert all(map(torch.equal, expected, found))
 
 
-@pytest.mark.parametrize("columns", [20, 39, 100, 500])
+# Widths with an odd factor above 3, whose last elements or pairs are added one by one.
+ODD = [5, 7, 9, 10, 11, 13, 14, 15]
+
+
+@pytest.mark.parametrize("columns", [*ODD, 20, 39, 100, 500])
 def test_rows_of_any_width_take_kernels(columns: int) -> None:
     weights = torch.randn(ROWS, columns)
     known = RowTotals(Rect(0, 0, ROWS, columns), sums(ROWS), 0.1)
@@ -92,6 +96,23 @@ def test_rows_of_any_width_take_kernels(columns: int) -> None:
             found = masks_of(cuda(weights), there, (1, columns), True)
     assert all(map(torch.equal, expected, found))
     assert meter.spent.launches <= 22
+
+
+@pytest.mark.parametrize("of_elements", [True, False])
+@pytest.mark.parametrize("width", ODD)
+def test_blocks_of_odd_widths(width: int, of_elements: bool) -> None:
+    columns = 3 * width
+    # Of magnitudes so different that the order of additions shows in the last bit.
+    weights = torch.randn(ROWS, columns) * 10 ** torch.randn(columns)
+    total = sums(ROWS, columns) if of_elements else sums(ROWS)
+    known = RowTotals(Rect(0, 0, ROWS, columns), total, 0.1)
+    expected = masks_of(weights, known, (1, width), True)
+    with on_device(), small_programs():
+        there = known._replace(total=cuda(known.total))
+        with counting() as meter:
+            found = masks_of(cuda(weights), there, (1, width), True)
+    assert all(map(torch.equal, expected, found))
+    assert meter.spent.launches <= 26
 
 
 def test_tables_share_launches() -> None:
