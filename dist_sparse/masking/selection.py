@@ -400,7 +400,8 @@ class _Search:
     def descend(self, shift: int, buckets: int, bucket: int, below: int, inside: int) -> None:
         """Continue in one bucket: ``below`` keys are in smaller ones, ``inside`` in it."""
         # The first bucket of a score histogram holds the zeros; the others count from 0.
-        bucket -= buckets == HISTOGRAM
+        if buckets == HISTOGRAM:
+            bucket -= 1
         self.left -= below
         self.below += below
         self.inside, self.shift = inside, shift

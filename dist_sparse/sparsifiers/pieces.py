@@ -155,7 +155,8 @@ def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> tuple[Tilin
             to = Rect(top, left, bottom - top, right - left)
             if to.numel:
                 held.append(to)
-                cuts_bytes |= grid_of(to, block).col_end > grid_of(rect, block).col_end
+                if grid_of(to, block).col_end > grid_of(rect, block).col_end:
+                    cuts_bytes = True
         parts.append(tuple(held))
     return tuple(parts), cuts_bytes
 

@@ -174,7 +174,7 @@ class _TableBatch(nn.Module):
     ) -> Tensor:
         """Return the pooled rows: see :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
         for tensor in (indices, offsets):
-            if tensor.dim() != 1 or (tensor.dtype != torch.int32 and tensor.dtype != torch.int64):
+            if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
                 raise ValueError("Ids and offsets must be 1-D, and int32 or int64.")
         bags = offsets.size(0) - 1
         if bags < 0 or bags % self.features != 0:

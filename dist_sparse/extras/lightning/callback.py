@@ -321,10 +321,11 @@ def _expect_bases(
 def _refuse_unsupported(trainer: Any, pl_module: Any) -> None:
     strategy = type(trainer.strategy)
     # Names are compared, because importing a strategy needs its package. The MRO has base classes.
-    for name in _REFUSED.keys() & {kind.__name__ for kind in strategy.__mro__}:
+    reasons = [_REFUSED[kind.__name__] for kind in strategy.__mro__ if kind.__name__ in _REFUSED]
+    if reasons:
         raise ValueError(
             f"Invalid strategy {strategy.__name__}: SparsifyCallback does not support it, because"
-            f' {_REFUSED[name]}. Use a single device or "ddp".'
+            f' {reasons[0]}. Use a single device or "ddp".'
         )
     # Lightning unpacks a compiled module, and keeps the compiler's context.
     if getattr(pl_module, "_compiler_ctx", None) is not None:
