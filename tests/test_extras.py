@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 
 from dist_sparse import extras
 from dist_sparse.doors import DOORS
+from tests.extras.core_names import NAMES_OF_CORE
 
 ROOT = Path(__file__).parents[1]
 NAMES = [module.name for module in iter_modules(extras.__path__)]
@@ -98,6 +100,19 @@ def test_the_core_lists_its_doors() -> None:
     core = [file for file in (ROOT / "dist_sparse").rglob("*.py") if "extras" not in file.parts]
     asked = set(re.findall(r'offered\("(\w+)"\)', "".join(file.read_text() for file in core)))
     assert used == asked == set(DOORS)
+
+
+def test_extras_import_listed_names_of_the_core() -> None:
+    """Public ones, and each that is listed is imported."""
+    imported: dict[str, set[str]] = {}
+    for file in (ROOT / "dist_sparse" / "extras").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            is_core = module.startswith("dist_sparse") and "extras" not in module
+            if isinstance(node, ast.ImportFrom) and is_core:
+                imported.setdefault(module, set()).update(name.name for name in node.names)
+    assert imported == NAMES_OF_CORE
+    assert not any(name.startswith("_") for names in imported.values() for name in names)
 
 
 @pytest.mark.slow
