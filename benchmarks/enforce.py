@@ -73,7 +73,7 @@ def main() -> int:
     """Runs the cases, prints the tables, writes the dated result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["a", "b"], help="only the cases of one question")
-    parser.add_argument("--tables", type=int, help="only the cases with so many tables")
+    parser.add_argument("--tables", type=int, help="only the cases with this many tables")
     parser.add_argument(
         "--rounds", type=int, help=f"of every case, instead of 3 or {SHORT}: 1 takes a few minutes"
     )

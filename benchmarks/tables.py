@@ -361,7 +361,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=5_000_000,
         metavar="N",
-        help="read so many of Criteo's or Avazu's file at most (default: 5,000,000)",
+        help="read at most this many lines of Criteo's or Avazu's file (default: 5,000,000)",
     )
     add = parser.add_argument
     add("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS, metavar="NAME",

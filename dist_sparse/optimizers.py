@@ -296,7 +296,7 @@ def read_rows(data: ShardedData, of_shards: Sequence[LookupRecord]) -> dict[Rect
     return found
 
 
-# FBGEMM's count is in no state that TorchRec saves; Checkpoints saves it.
+# TorchRec does not save FBGEMM's count of steps; Checkpoints does.
 _SINCE_FUSED = " since this process began (with Checkpoints: in all)"
 
 
@@ -327,7 +327,7 @@ def plain_records(
     find = same_storage([parameter for _, parameter in stepped])
     found: list[tuple[Tensor, Known]] = []
     for weight in weights:
-        # An empty shard has no row that could be untouched.
+        # An empty shard has no rows, so none was touched.
         of_each: list[Known] = [] if weight.numel() else [_untouched(weight)]
         for index in find(weight):
             optimizer, parameter = stepped[index]

@@ -351,7 +351,7 @@ def known_rows(
         counts: tell instead, if they are given.
 
     Raises:
-        ValueError: the counts do not fit a table, or something in ``optimizer`` is no optimizer.
+        ValueError: the counts do not fit a table, or ``optimizer`` holds something else.
     """
     if counts is None:
         return records(model, located, optimizer)

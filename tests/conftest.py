@@ -61,7 +61,7 @@ at the end."""
 ON_RANKS, IN_PROCESS, OF_A_FILE = 16, 4, 8
 """`make test` runs about one in this many cases of a test, and `make test-slow` the others. A case on
 ranks takes a second or more, and most others a few hundredths. Of extras and benchmarks, it runs one
-in so many cases of a file."""
+in this many cases of a file."""
 
 
 # First: -m takes tests out in another of these hooks.

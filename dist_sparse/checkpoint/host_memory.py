@@ -42,7 +42,7 @@ def available_bytes(root: Path = Path("/")) -> int:
         # The limits of the groups around it apply too. In a container, its own path may be one of
         # the machine's, which does not exist there.
         for group in (own, *own.parents):
-            # "max" is no number: there is no limit.
+            # The file says "max" where there is no limit.
             most = int(_found(group / limit, r"^(\d+)$", str(sys.maxsize)))
             makes_room = int(_found(group / "memory.stat", rf"^{cached} (\d+)$", "0"))
             left.append(most - int(_found(group / used, r"^(\d+)$", "0")) + makes_room)

@@ -53,7 +53,7 @@ _CHUNK = 1 << 19
 _EXPANDED = 1 << 15
 
 # Which removed blocks may hold weights other than zero: the blocks with a score above 0, or any.
-# None: no block that was removed before.
+# None: none of the blocks removed before.
 Dirty = Literal["nonzero", "removed"] | None
 
 

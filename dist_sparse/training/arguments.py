@@ -481,7 +481,7 @@ def by_table(
     """Return the value of each pruned table that a glob matches, by name; the last match counts.
 
     Raises:
-        ValueError: a glob matches no table that is pruned.
+        ValueError: a glob matches none of the pruned tables.
     """
     globs = _by_glob(given)
     matching = {name: _matching(data, globs) for name, data in pruned.items()}

@@ -28,7 +28,7 @@ EVERY = [(world, name) for world, names in CELLS.items() for name in names]
 
 
 def in_chunks(size: int, moves: Iterator[tuple[Rect, Tensor]]) -> Iterator[tuple[Rect, Tensor]]:
-    """What is moved in chunks of so many bytes: the size is read once rows are asked for."""
+    """What is moved in chunks of this many bytes: the size is read once rows are asked for."""
     with mock.patch.object(moving, "CHUNK_BYTES", size):
         yield from moves
 

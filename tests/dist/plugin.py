@@ -53,7 +53,7 @@ _running: dict[tuple[int, int | None], Ranks] = {}
 
 
 def on_ranks(*worlds: int, local_world_size: int | None = None) -> Callable[[Test], Test]:
-    """Run a test function on so many ranks at a time; see the module's docstring."""
+    """Run a test function on this many ranks at a time; see the module's docstring."""
 
     def mark(test: Test) -> Test:
         return pytest.mark.dist(

@@ -111,7 +111,7 @@ class Side:
 
 
 def check(sides: list[Side]) -> None:
-    """Bit for bit, but for the sign of a zero. Collective."""
+    """Bit for bit, except for the sign of a zero. Collective."""
     (masks, weights, states), (masks_, weights_, states_) = (
         (side.masks(), gathered(side.model), side.states()) for side in sides
     )

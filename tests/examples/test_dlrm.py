@@ -529,7 +529,7 @@ def check(result: Printed, level: float, rows_per_block: int, columns_per_block:
     masks = sum(number(table["mask bytes"]) for table in result.tables.values())
     alike = kept + masks - 4 * DIM * len(result.tables)  # in whole rows
     weights = {dense: 4 * rows * DIM, sparsified: kept, small: 4 * rows * dim, folded: alike}
-    # Masks finer than rows are served as zeros, but for rows that have lost all blocks.
+    # Masks finer than rows are served as zeros, except for rows that have lost all blocks.
     zeros = {sparsified: 0 if columns_per_block == DIM else 4 * rows * DIM - kept}
     for run, expected in weights.items():
         int4 = result.artifacts[run, "int4"]

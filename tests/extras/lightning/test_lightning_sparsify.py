@@ -57,7 +57,7 @@ def fitted(module: Net, folder: Path, **options: Any) -> tuple[SparsifyCallback,
     ("wrong", "error"), [("levels", TypeError), ("auto_step", ValueError)], ids=str
 )
 def test_takes_what_sparsify_takes(wrong: str, error: type[Exception]) -> None:
-    """But for ``auto_step``: the callback steps by itself."""
+    """Except for ``auto_step``: the callback steps by itself."""
     with pytest.raises(error, match=wrong):
         SparsifyCallback(**nested(level=0.5, end=4, **{wrong: True}))
 

@@ -146,7 +146,7 @@ def test_two_ranks_resumed_are_two_ranks_uninterrupted(npz: Path, tmp_path: Path
     second = printed(*options, "--checkpoint", parted, "--resume", folder=tmp_path, world=2)
     assert "updates 10 to 15" in second
     assert same(read(whole), read(parted))
-    assert first.partition("\n\n")[2] == second.partition("\n\n")[2]  # but for the time
+    assert first.partition("\n\n")[2] == second.partition("\n\n")[2]  # except for the time
     # On another number of ranks.
     third = printed(*options, "--checkpoint", alone, "--resume", folder=tmp_path)
     check_tables(third, read(alone), 0.7)

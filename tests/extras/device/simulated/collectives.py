@@ -54,7 +54,7 @@ def nccl() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_world(ranks: int, rank: int = 1) -> Iterator[None]:
-    """A world of so many ranks, of which only this process exists: shapes and counts are right, but
+    """A world of this many ranks, of which only this process exists: shapes and counts are right, but
     nothing that others would have sent arrives."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:

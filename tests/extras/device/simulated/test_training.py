@@ -209,7 +209,7 @@ def grows(what: str) -> list[Any]:
 
 
 def update_of(name: str, times: int) -> Spent:
-    """A mask update of a table of so many times the rows."""
+    """A mask update of a table with this many times the rows."""
     rows, cols = SMALL[name]
     with on_device(), mock.patch.object(device_module, "ON_ACCELERATOR", PIECES):
         run = Run("cuda", BLOCKS[name], layouts=[one_rank(times * rows, cols)])
