@@ -108,7 +108,7 @@ def test_weights_without_their_optimizer_state_are_refused() -> None:
     assert "Unknown of user: the record does not cover its training" in str(answer)
     with pytest.raises(
         ValueError,
-        match=r"table 'user' \([\d,]+ of the 4,9\d\d rows that the record calls unread hold values .* 3 steps",
+        match=r"table 'user' \([\d,]+ of the 4,9\d\d rows that the record calls never read hold values .* 3 steps",
     ):
         remove_untouched(model, optimizer)
     assert torch.equal(weight(model), before)

@@ -82,7 +82,7 @@ class TestWeightsWithoutTheirRecord:
         is_refused(
             model,
             lost(model, torch.arange(20)),
-            "1 of the 1,0.. rows that the record calls unread hold values",
+            "1 of the 1,0.. rows that the record calls never read hold values",
         )
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -92,7 +92,7 @@ class TestWeightsWithoutTheirRecord:
         is_refused(
             model,
             lost(model, torch.arange(20)),
-            "500 of the 98. rows that the record calls unread hold values",
+            "500 of the 98. rows that the record calls never read hold values",
         )
 
     @pytest.mark.parametrize("factor", [0.5, 0.25, 0.9, 1.1, -1.0])

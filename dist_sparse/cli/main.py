@@ -209,7 +209,7 @@ def _doctor(options: argparse.Namespace) -> int:
     show_progress("")
     status = print_result(options, diagnosis.to_json(), diagnosis.text(options.verbose))
     # The status of a failed print() is larger than 1 for a closed pipe, and wins.
-    return max(status, bool(diagnosis.broken))
+    return max(status, 1) if diagnosis.broken else status
 
 
 _ARTIFACT = option(

@@ -197,7 +197,7 @@ class Candidate:
             weights=kept * (codes + math.ceil(width * cost.bits / 8)),
             scales=kept * cost.row + width * cost.column,
             books=2 * ENTRIES * width if codes else 0,
-            index=index_bytes(table.shape[0]) if kept < table.shape[0] else 0,
+            index=index_bytes(table.shape[0], kept),
             bases=basis_bytes(table.shape[1], width) if turned_back else 0,
         )
 

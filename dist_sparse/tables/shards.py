@@ -408,17 +408,17 @@ def sent(values: Sequence[int], device: torch.device) -> Tensor:
 # Sizes that budgets and plans compute with.
 
 
-def index_bytes(rows: int) -> int:
+def index_bytes(rows: int, kept: int) -> int:
     """Return the bytes of a compact table's row index: a bit per original row, and a count per 32
-    rows.
+    rows. A table that keeps all rows has none.
 
     Example::
 
         >>> from dist_sparse.tables.shards import index_bytes
-        >>> index_bytes(1000)  # 0.25 byte per row
+        >>> index_bytes(1000, 900)  # 0.25 byte per row
         256
     """
-    return 8 * -(-rows // 32)
+    return 8 * -(-rows // 32) if kept < rows else 0
 
 
 def narrow_width(kept: int, columns: int) -> int:

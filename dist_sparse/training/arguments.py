@@ -67,7 +67,7 @@ class TableRotation(Protocol):
 
     @property
     def tables(self) -> TableGroups:
-        """``"table"``, for each table that is pruned, or groups of names. Other tables stay
+        """``"table"``, for each table that loses blocks, or groups of names. Other tables stay
         dense."""
 
     def rotate(self, sparsifier: BaseDataSparsifier) -> None:
@@ -397,7 +397,7 @@ def left_dense(
         others = [name for name in located if name not in rotated]
         reasons = dict.fromkeys(others, "in no group of rotate") | reasons
     if len(reasons) == len(located):
-        raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
+        raise ValueError(f"Nothing can be removed, every table is left dense: {_listed(reasons)}.")
     return reasons
 
 
@@ -680,7 +680,7 @@ class _PrunedTable:
         kept = self.blocks - removed
         # Whole rows: the kept ones are stored in sequence, and an index finds them.
         if not self.group:
-            index = index_bytes(rows) if removed else 0
+            index = index_bytes(rows, kept * self.block[0])
             return kept * math.prod(self.block) * itemsize + index
         width = narrow_width(kept * self.block[1], columns)
         # Only a table that is rotated alone is rotated back, by a basis that is served too.

@@ -200,7 +200,8 @@ def test_replicas_of_a_collection() -> None:
     model(single).values().sum().backward()
     again.step()
     with pytest.raises(
-        ValueError, match="on this rank, 8 of the 98 rows that the record calls unread hold values"
+        ValueError,
+        match="on this rank, 8 of the 98 rows that the record calls never read hold values",
     ):
         remove_untouched(model, again)
     assert remove_untouched(model, optimizer).removed == {"user": 90}

@@ -452,7 +452,7 @@ class TestRecords:
         assert unknown.unknown["user"].startswith(
             "the record does not cover its training: 50 of the 950 rows that the record calls"
         )
-        with pytest.raises(ValueError, match="50 of the 950 rows that the record calls unread"):
+        with pytest.raises(ValueError, match="50 of the 950 rows that the record calls never read"):
             remove_untouched(model, record=missing)
         removed = paste(answer, 1, model, None, tmp_path, counts=record)["removed"]
         assert removed.removed == answer.untouched

@@ -234,6 +234,90 @@ def _wide_sums(
 
 
 @kernel
+def _narrow_sums(
+    job: tl.tensor,
+    first: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    value: tl.tensor,
+    TYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    OF_ELEMENTS: tl.constexpr,
+    TOTAL_TYPE: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    VECTOR: tl.constexpr,
+) -> tl.tensor:
+    """Return the sums of blocks of at most 16 elements, float64, in pairs of neighbours; arguments
+    as of :func:`_wide_sums`."""
+    # A lane has one element; those beyond the block add 0, which changes no sum.
+    own = tl.arange(0, BLOCKS * LANES) % LANES < WIDTH
+    scores = _elements(
+        job,
+        first,
+        at,
+        inside & own if WIDTH < LANES else inside,
+        value,
+        TYPE,
+        WIDTH,
+        ABSOLUTE,
+        OF_ELEMENTS,
+        TOTAL_TYPE,
+        DIVIDES,
+        VECTOR,
+    )
+    sums = tl.where(own, scores, 0.0) if WIDTH < LANES else scores
+    # 16, 8, 4, 2 sums become 8, 4, 2, 1. Unrolled, as shapes change.
+    for level in tl.static_range(4):
+        if (8 >> level) < LANES:
+            left_sums, right_sums = tl.split(tl.reshape(sums, [BLOCKS * (8 >> level), 2]))
+            sums = left_sums + right_sums
+    return sums
+
+
+@kernel
+def _odd_sums(
+    job: tl.tensor,
+    first: tl.tensor,
+    block: tl.tensor,
+    known: tl.tensor,
+    of_blocks: tl.tensor,
+    TYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    OF_ELEMENTS: tl.constexpr,
+    TOTAL_TYPE: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    VECTOR: tl.constexpr,
+) -> tl.tensor:
+    """Return the sums of blocks of 5, 7, 9, 10, 11, 13, 14 or 15 elements, float64: of neighbours
+    in pairs if their number is even, and then one by one; arguments as of :func:`_wide_sums`."""
+    sums = tl.zeros([BLOCKS], dtype=tl.float64)
+    for column in tl.static_range(0, WIDTH, 2 - WIDTH % 2):
+        pair = tl.zeros([BLOCKS], dtype=tl.float64)
+        for part in tl.static_range(2 - WIDTH % 2):
+            pair += _elements(
+                job,
+                first,
+                block * WIDTH + column + part,
+                known,
+                of_blocks,
+                TYPE,
+                WIDTH,
+                ABSOLUTE,
+                OF_ELEMENTS,
+                TOTAL_TYPE,
+                DIVIDES,
+                VECTOR,
+            )
+        sums += pair
+    return sums
+
+
+@kernel
 def block_sums(
     job: tl.tensor,
     first: tl.tensor,
@@ -274,51 +358,7 @@ def block_sums(
         of_blocks = _of_rows(job, first, block, known, TOTAL_TYPE, DIVIDES, SHIFTS, SAMPLES)
         spread = tl.broadcast_to(of_blocks[:, None], [BLOCKS, LANES])
         value = tl.reshape(spread, [BLOCKS * LANES])
-    # 5, 7, 9, 10, 11, 13, 14 and 15: neighbours in pairs if their number is even, then one by one.
-    if WIDTH > 3 and WIDTH < 16 and WIDTH % 4 != 0 and WIDTH != 6:
-        sums = tl.zeros([BLOCKS], dtype=tl.float64)
-        for column in tl.static_range(0, WIDTH, 2 - WIDTH % 2):
-            pair = tl.zeros([BLOCKS], dtype=tl.float64)
-            for part in tl.static_range(2 - WIDTH % 2):
-                pair += _elements(
-                    job,
-                    first,
-                    block * WIDTH + column + part,
-                    known,
-                    of_blocks,
-                    TYPE,
-                    WIDTH,
-                    ABSOLUTE,
-                    OF_ELEMENTS,
-                    TOTAL_TYPE,
-                    DIVIDES,
-                    VECTOR,
-                )
-            sums += pair
-    elif WIDTH <= 16:
-        # A lane has one element; those beyond the block add 0, which changes no sum.
-        own = lane % LANES < WIDTH
-        scores = _elements(
-            job,
-            first,
-            at,
-            inside & own if WIDTH < LANES else inside,
-            value,
-            TYPE,
-            WIDTH,
-            ABSOLUTE,
-            OF_ELEMENTS,
-            TOTAL_TYPE,
-            DIVIDES,
-            VECTOR,
-        )
-        sums = tl.where(own, scores, 0.0) if WIDTH < LANES else scores
-        # Neighbours in pairs: 16, 8, 4, 2 sums become 8, 4, 2, 1. Unrolled, as shapes change.
-        for level in tl.static_range(4):
-            if (8 >> level) < LANES:
-                left_sums, right_sums = tl.split(tl.reshape(sums, [BLOCKS * (8 >> level), 2]))
-                sums = left_sums + right_sums
-    else:
+    if WIDTH > 16:
         sums = _wide_sums(
             job,
             first,
@@ -332,6 +372,39 @@ def block_sums(
             WIDTH,
             BLOCKS,
             LANES,
+            ABSOLUTE,
+            OF_ELEMENTS,
+            TOTAL_TYPE,
+            DIVIDES,
+            VECTOR,
+        )
+    elif WIDTH % 4 == 0 or WIDTH < 4 or WIDTH == 6:
+        sums = _narrow_sums(
+            job,
+            first,
+            at,
+            inside,
+            value,
+            TYPE,
+            WIDTH,
+            BLOCKS,
+            LANES,
+            ABSOLUTE,
+            OF_ELEMENTS,
+            TOTAL_TYPE,
+            DIVIDES,
+            VECTOR,
+        )
+    else:
+        sums = _odd_sums(
+            job,
+            first,
+            block,
+            known,
+            of_blocks,
+            TYPE,
+            WIDTH,
+            BLOCKS,
             ABSOLUTE,
             OF_ELEMENTS,
             TOTAL_TYPE,

@@ -185,7 +185,7 @@ class Guard(UpdateGuard):
             # A warning may be an error, and only the first rank warns.
             with world_group().agreeing("step()"):
                 warn_on_first_rank(
-                    "The guard has let nothing be pruned so far: no mask update happens before the"
+                    "The guard has let nothing be removed so far: no mask update happens before the"
                     " first validation. Call Guard.check(metric) after each validation.",
                     stacklevel=4,
                 )

@@ -177,8 +177,8 @@ def _line(one: Run, run: Run, **options: Any) -> Line:
 
 
 def _sparsity(run: Run) -> Chart:
-    """Return the pruned share of the blocks of all tables, and its target."""
-    note = "Share of blocks pruned after each mask update."
+    """Return the removed share of the blocks of all tables, and its target."""
+    note = "Share of blocks removed after each mask update."
     options = {}
     end = run.end
     undone = []

@@ -51,7 +51,7 @@ _COLUMNS: Columns = {
     "target": ("target", percent),
     "sparsity": ("sparsity", percent),
     "blocks": ("blocks", count),
-    "pruned": ("removed_blocks", count),
+    "removed": ("removed_blocks", count),
     "bytes kept": ("bytes_kept", count),
     "bytes dense": ("bytes_dense", count),
     "mask bytes": ("bytes_masks", count),
@@ -94,7 +94,7 @@ def _tables(run: Run) -> tuple[Columns, list[dict[str, Any]]]:
     for head, (key, _) in _COLUMNS.items():
         if all(table[key] is None for table in tables):
             del columns[head]
-    # All that is pruned are rows.
+    # All that is removed are rows.
     if all(table["dead_rows"] == table["removed_blocks"] for table in tables):
         columns.pop("dead rows", None)
     return columns, tables

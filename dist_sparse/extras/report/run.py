@@ -154,7 +154,7 @@ class Spent:
     Args:
         total: while a log was open.
         masks: the time of mask updates.
-        enforcement: the time to keep pruned weights at zero. None without an enforcer, or if a
+        enforcement: the time to keep removed weights at zero. None without an enforcer, or if a
             session crashed, because it is logged at the end.
     """
 
@@ -247,7 +247,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The config without its seeds, what was pruned, and bytes, as text, which is equal for
+        """The config without its seeds, what was removed, and bytes, as text, which is equal for
         runs that differ by chance alone; the name of a run whose config has no seed."""
         if not self.seeds:
             return self.name

@@ -127,7 +127,7 @@ def test_an_update_waits_for_the_validation_of_the_one_before() -> None:
 
 def test_it_asks_before_the_first_update_and_ends_below_the_limit() -> None:
     model, optimizer, sparse = made(level=0.99, end=20, every=1)
-    with pytest.warns(UserWarning, match="has let nothing be pruned"):
+    with pytest.warns(UserWarning, match="has let nothing be removed"):
         for step in range(5):
             learn(model, optimizer, step)
             sparse.step()
@@ -150,7 +150,7 @@ def test_without_a_validation_warns_once_at_its_second_update() -> None:
         for _ in range(4):
             sparse.step()
     with pytest.warns(
-        UserWarning, match=r"has let nothing be pruned .* Guard\.check\(metric\)"
+        UserWarning, match=r"has let nothing be removed .* Guard\.check\(metric\)"
     ) as caught:
         for _ in range(5):
             sparse.step()
