@@ -156,8 +156,8 @@ def trained_text(unread: Unread) -> str | None:
     unread_rows = int(unread.flags.count_nonzero())
     return (
         f"{where}{number:,} of the {unread_rows:,} rows that the record calls never read hold"
-        f" values that its initializer, uniform in [{low:g}, {high:g}), does not draw: they were trained,"
-        " or initialized in another way"
+        f" values that its initializer, uniform in [{low:g}, {high:g}), does not draw: they were"
+        " trained, or initialized in another way"
     )
 
 

@@ -207,7 +207,7 @@ def test_a_part_is_divided_by_the_width_of_the_whole_row() -> None:
 
 OTHERS: dict[str, tuple[Tensor, Sequence[int], dict[str, Any]]] = {
     "float64": (torch.ones(ROWS, 40).double(), (20, 20), {}),
-    "a width without a kernel": (torch.ones(ROWS, 24), (10, 14), {}),
+    "a width without a kernel": (torch.ones(ROWS, 8200), (4100, 4100), {}),
     "a block that is not cut": (torch.ones(ROWS, 48), (16, 16, 16), {"block": (1, 32)}),
     "two parts in a shard": (torch.ones(ROWS, 48), (24, 24), {"block": (1, 16)}),
 }
