@@ -2,7 +2,8 @@
 
 Most extras need none: a program passes their objects to functions of the core, such as what
 ``quantize()`` returns to ``export()``. Where the core has to ask, an extra answers in its own
-module ``doors``, which holds one function for each door that it uses.
+module ``doors``, which holds one function for each door that it uses. Codes that are trained put
+themselves into ``tables.decoded.DECODERS``, so that the core refuses to read rows that they decode.
 """
 
 from importlib import import_module
