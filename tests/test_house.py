@@ -52,7 +52,8 @@ LIMITS = {
     "walks of sparsify()": 3,
     "walks of export()": 2,
     "names on the first screen": 20,
-    # Calls of the package's functions on one of two ranks: of a model with two tables.
+    # Calls of the package's functions on one of two ranks: of a model with two tables. The ranks
+    # differ: a load takes 1,588 on the first one.
     "calls of sparsify()": 1247,
     # Samples of scores, which save CUDA a read of all weights, added 8 calls.
     "calls of an update": 929,
@@ -61,7 +62,7 @@ LIMITS = {
     "calls of save()": 821,
     "calls of resume_latest()": 2669,
     "calls of state_dict()": 359,
-    "calls of load_state_dict()": 1588,
+    "calls of load_state_dict()": 1598,
     "calls of export()": 1404,
     "calls of a served lookup": 20,
     # Hooks of users that it would lose took it from 1,947 to 1,956.
