@@ -43,7 +43,7 @@ class MaskChange:
             where no rank sees a whole row.
         lookups: with ``score="frequency"`` all counted so far, before the update's decay; otherwise
             a sample since the masks were last replaced, one training forward in 16; None if
-            unknown.
+            unknown, as before the table loses something.
         removed_lookups: number of these lookups that hit removed rows.
     """
 

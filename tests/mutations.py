@@ -91,7 +91,7 @@ MUTATIONS = [
     M("enforcer/rows.py", "torch.where(flags, given, 0)", "given", "tests/enforcer/test_weighing.py -k weighted-rowwise"),
     M("torchrec/collections.py", "given = _shares(offsets, ids.numel())", "given = None", "tests/enforcer/test_weighing.py -k mean-rowwise"),
     M("extras/device/row_kernels.py", "tl.atomic_add(samples + 1, before, mask=is_first", "tl.atomic_add(samples + 1, before, mask=is_first & False", "tests/extras/device/simulated/test_training.py -k samples_are"),
-    M("extras/device/row_kernels.py", "tl.atomic_add(samples, stop - position, mask=has_mask", "tl.atomic_add(samples, stop - position, mask=has_mask & (cols > 0)", "tests/extras/device/simulated/test_training.py -k loses_nothing"),
+    M("extras/device/row_kernels.py", "tl.atomic_add(samples, stop - position, mask=has_mask", "tl.atomic_add(samples, stop - position, mask=has_mask & (cols > 0)", "tests/extras/device/test_rows_triton.py -k lookups_that_clean"),
     M("extras/device/score_kernels.py", "for column in tl.static_range(0, WIDTH, 2 - WIDTH % 2):", "for column in tl.static_range(WIDTH - 2 + WIDTH % 2, -1, WIDTH % 2 - 2):", "tests/extras/device/simulated/test_parts_of_rows.py -k odd"),
     M("enforcer/fused.py", "kept is None or lookup.masks_key != self._masked_key[0]", "kept is None", "tests/extras/device/simulated/test_training.py -k sampled_sequence"),
     M("torchrec/port.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_ids.py"),

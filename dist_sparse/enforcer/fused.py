@@ -324,11 +324,16 @@ class TableBatchHooks:
         views = self._batch.weights()
         before, self._masked = self._masked, {}
         held: dict[int, Held] = {}
+        losing: dict[int, Held] = {}
         for table, (name, number) in self._places.items():
             if name not in self._store:
                 # Squashed since the lookup whose backward this is: nothing is masked any more.
                 continue
-            held[table] = self._store.table(name).shards[number]
+            masks = self._store.table(name)
+            held[table] = masks.shards[number]
+            # Over all ranks, so that they sample alike: shares of lookups are of whole tables.
+            if masks.removed != 0:
+                losing[table] = held[table]
             self._masked[table] = MaskedShard(views[table].data, held[table].mask)
         # The mask update has zeroed newly removed rows: their scores have changed.
         for record in chain(*(hooks._records.values() for hooks in self._siblings)):
@@ -338,7 +343,7 @@ class TableBatchHooks:
         weighed = self._assign_tables()
         # Records read the counts where there are some.
         is_sampled = self._sees_lookups and len(counts) < len(held)
-        self._sampled.use(held if is_sampled else {}, weighed)
+        self._sampled.use(losing if is_sampled else {}, weighed)
 
     def _assign_tables(self) -> Set[int]:
         """Decide for each registered table whether it is masked by its ids, by zeroing, or both.

@@ -552,16 +552,16 @@ def test_a_run_of_untouched_rows(tmp_path: Path) -> None:
     run = read_run(tmp_path / "untouched", tmp_path / "dense")
     [chart] = [each for each in charts(run) if each.key == "value_auc"]
     assert [line.role for line in chart.lines] == ["main", "other"]
-    head = r"<th [^>]*>(target|pruned|threshold|dead rows)</th>"
+    head = r"<th [^>]*>(target|removed|threshold|dead rows)</th>"
     text = page(run, charts(run))
-    assert re.findall(head, text) == ["pruned"]
+    assert re.findall(head, text) == ["removed"]
     # One row: the other table is kept whole, and a row of it would be blank.
     rows = re.findall("<tr>.*?</tr>", text[text.index('"Tables of untouched"') :])
     assert [row.count("<th ") + row.count("<td ") for row in rows] == [10, 10]
     assert "Kept whole: 1 table, 320 B." in text
     log(tmp_path / "level", level=0.5)
     run = read_run(tmp_path / "level")
-    assert re.findall(head, page(run, charts(run))) == ["target", "pruned"]
+    assert re.findall(head, page(run, charts(run))) == ["target", "removed"]
 
 
 def test_rows_removed_after_training_and_what_reads_them(tmp_path: Path) -> None:
@@ -576,7 +576,7 @@ def test_rows_removed_after_training_and_what_reads_them(tmp_path: Path) -> None
     (tmp_path / "int4").write_bytes(b"x" * 100)
     add_artifact(tmp_path / "removed", tmp_path / "int4", auc=0.7)
     text = page(alone := read_run(tmp_path / "removed"), charts(alone))
-    assert re.findall(r"<th [^>]*>(target|pruned|threshold|dead rows)</th>", text) == ["pruned"]
+    assert re.findall(r"<th [^>]*>(target|removed|threshold|dead rows)</th>", text) == ["removed"]
     assert re.search(r"Examples that read zeros, test</dt><dd><div [^>]*>50.0%</div>", text)
     assert headline(alone).endswith(" at 0.7000 test AUC, 50.0% of its examples read zeros.")
     log(tmp_path / "dense", auc=0.7)
