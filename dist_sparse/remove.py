@@ -255,8 +255,12 @@ class RemovedRows(ScoreSparsifier):
         gone, rows = sum(self.removed.values()), sum(self.rows.values())
         tables = number_of(len(self.rows), "table")
         lines = [f"RemovedRows: {count(gone)} of {count(rows)} rows in {tables} were never read"]
-        for source in sorted(set(self.sources.values())):
-            lines += wrapped(f"record: {source}", indent="  ")
+        one, *others = sorted(set(self.sources.values()))
+        if not others:
+            lines += wrapped(f"record: {one}", indent="  ")
+        else:
+            for name, source in self.sources.items():
+                lines += wrapped(f"record of {printable(name)}: {source}", indent="  ")
         cells = []
         for name, number in self.rows.items():
             cells.append([printable(name), count(number), count(self.removed[name])])

@@ -325,3 +325,16 @@ class TestTrainedRows:
     def test_no_rows(self) -> None:
         assert trained_rows(torch.empty(0, 8), -1, 1).shape == (0,)
         assert not trained_rows(torch.zeros(3, 8), 0.5, 1).any()
+
+
+def test_several_records_name_their_tables() -> None:
+    model = nn.ModuleDict({name: nn.EmbeddingBag(40, 4, mode="sum") for name in ("a", "b")})
+    optimizers = [torch.optim.Adagrad(model[name].parameters()) for name in ("a", "b")]
+    for name, steps, optimizer in zip(("a", "b"), (1, 2), optimizers, strict=True):
+        for _ in range(steps):
+            model[name](torch.arange(8).view(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    text = repr(remove_untouched(model, optimizers, trust_record=True))
+    assert "record of a: the optimizer's state, 1 step" in text
+    assert "record of b: the optimizer's state, 2 steps" in text

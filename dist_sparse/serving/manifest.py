@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -476,7 +477,8 @@ def delta_summary(delta: Delta) -> str:
     came, gone = sum(table.came for table in tables), sum(table.gone for table in tables)
     changed = sum(table.rows for table in tables) - came
     share = percent(delta.bytes / delta.artifact.bytes)
-    return (
+    text = (
         f"delta: {count(changed)} rows changed, {count(came)} came, {count(gone)} went;"
         f" {size(delta.bytes)} on disk, {share} of {size(delta.artifact.bytes)}"
     )
+    return textwrap.fill(text, 80, subsequent_indent="  ")
