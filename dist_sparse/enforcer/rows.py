@@ -58,10 +58,10 @@ def in_table(ids: Tensor, rows: int) -> Tensor:
         least, most = map(int, ids.aminmax())
         if 0 <= least <= most < rows:
             return ids
-    return _outside_as_0(ids, rows)
+    return outside_as_0(ids, rows)
 
 
-def _outside_as_0(ids: Tensor, rows: int | Tensor) -> Tensor:
+def outside_as_0(ids: Tensor, rows: int | Tensor) -> Tensor:
     """Return int64 ids with 0 for ids outside ``[0, rows)``; ``rows`` may differ from id to id."""
     return torch.where((ids < 0) | (ids >= rows), 0, ids)
 
@@ -124,7 +124,7 @@ class KeptIds:
             concatenated, starts, rows = self._concatenated
             # The first entry is for ids before the first feature.
             feature = _feature_of_each(ids, ends) + 1
-            places = starts[feature] + _outside_as_0(ids.long(), rows[feature])
+            places = starts[feature] + outside_as_0(ids.long(), rows[feature])
             return concatenated.index_select(0, places)
         flags = torch.ones(ids.numel(), dtype=torch.bool)
         for table, span in ids_of_tables(self.kept, self.features, ends):

@@ -66,6 +66,7 @@ NAMES_OF_CORE = {
     },
     "dist_sparse.enforcer.rows": {
         "EVERY",
+        "outside_as_0",
     },
     "dist_sparse.groups": {
         "Group",

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from dist_sparse.compaction import tables as compact
 from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.fused import lookups_of
+from dist_sparse.enforcer.rows import outside_as_0
 from dist_sparse.masking.device import kernels_on
 from dist_sparse.serving.books import ENTRIES, gather_entries
 from dist_sparse.serving.sources import refuse_lookup
@@ -321,10 +322,8 @@ def _decode_kernel(
             part.copy_(floats)
             continue
         span = slice(starts[feature], starts[feature + 1])
-        row_ids = ids.values()[span].long()
         # FBGEMM reads row 0 for an id out of range, unless it raises an error: so does this.
-        is_outside = (row_ids < 0) | (row_ids >= shard.rect.rows)
-        decoded_rows = shard.decode(row_ids.masked_fill(is_outside, 0))
+        decoded_rows = shard.decode(outside_as_0(ids.values()[span].long(), shard.rect.rows))
         if is_pooled:
             ends = ids.offsets()[feature * stride : (feature + 1) * stride + 1] - span.start
             decoded_rows = _pool(decoded_rows, ends, pooling, ids.weights_or_none(), span)
