@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,7 @@ from dist_sparse.cli.main import main
 from dist_sparse.serving import chain, sources
 from dist_sparse.serving.artifact import open_artifact
 from dist_sparse.serving.chain import check_artifact, merge
+from dist_sparse.serving.manifest import delta_summary
 from dist_sparse.serving.served import ServedLookup
 from dist_sparse.serving.sources import ServedTable
 from tests.dist.cells import batch, build
@@ -677,3 +679,11 @@ def test_revived_weights_of_plain_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="removed weights that are not zero"):
         export(model, sparse, tmp_path / "2", since=folders)
     sparse.detach()
+
+
+def test_a_line_about_a_large_delta_fits_80_columns() -> None:
+    table = SimpleNamespace(rows=12_345_678, came=1_234_567, gone=123_456)
+    sizes: Any = SimpleNamespace(
+        tables={"t": table}, bytes=1 << 30, artifact=SimpleNamespace(bytes=9 << 30)
+    )
+    assert max(map(len, delta_summary(sizes).splitlines())) <= 80
